@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,14 @@ from slipstream.server.http.middleware import OPEN_PATHS
 from slipstream.server.startup.launch import _CLOSE_SECONDS
 
 FOLDER = Path(__file__).parents[2] / "examples" / "kubernetes"
-FILES = ["deployment.yaml", "leaderworkerset.yaml"]
+FILES = ["deployment.yaml", "leaderworkerset.yaml", "raycluster.yaml"]
 # What the controller of LeaderWorkerSets and the API server put into the environment.
 GIVEN = {"LWS_GROUP_SIZE": "2", "LWS_LEADER_ADDRESS": "slipstream-0.slipstream.default"}
 WRITABLE = {"/tmp", "/data"}  # by the image's user, see docs/deployment.md
 _KINDS = {
     "Service": "v1", "PersistentVolumeClaim": "v1", "Deployment": "apps/v1",
     "NetworkPolicy": "networking.k8s.io/v1", "LeaderWorkerSet": "leaderworkerset.x-k8s.io/v1",
+    "RayCluster": "ray.io/v1",
 }  # fmt: skip
 
 
@@ -39,6 +41,9 @@ def templates(file: str) -> list[dict[str, Any]]:
     found = documents(file)
     if file == "deployment.yaml":
         return [found["Deployment"]["spec"]["template"]]
+    if file == "raycluster.yaml":
+        spec = found["RayCluster"]["spec"]
+        return [spec["headGroupSpec"]["template"], spec["workerGroupSpecs"][0]["template"]]
     group = found["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]
     return [group["leaderTemplate"], group["workerTemplate"]]
 
@@ -48,6 +53,8 @@ PODS = [
     for file in FILES
     for index, template in enumerate(templates(file))
 ]
+# The other pods of a RayCluster run Ray alone.
+SLIPSTREAMS = [each for each in PODS if each.id != "raycluster.yaml-1"]
 SERVERS = [pytest.param(templates(file)[0]["spec"], id=file) for file in FILES]
 
 
@@ -56,8 +63,9 @@ def configured(pod: dict[str, Any], index: int, tmp_path: Path) -> Config:
     (container,) = pod["containers"]
     environment = {**GIVEN, "LWS_WORKER_INDEX": str(index)}
     for variable in container.get("env", []):
-        assert variable["valueFrom"]["fieldRef"]["fieldPath"] == "status.podIP"
-        environment[variable["name"]] = "10.0.0.1"
+        if "value" not in variable:
+            assert variable["valueFrom"]["fieldRef"]["fieldPath"] == "status.podIP"
+        environment[variable["name"]] = variable.get("value", "10.0.0.1")
     command, *arguments = container["args"]
     assert command == "serve"
     key = tmp_path / "key"
@@ -78,7 +86,7 @@ def test_objects_have_the_versions_of_their_kinds(file: str) -> None:
         assert item["apiVersion"] == _KINDS[kind] and item["metadata"]["name"]
 
 
-@pytest.mark.parametrize(("pod", "index"), PODS)
+@pytest.mark.parametrize(("pod", "index"), SLIPSTREAMS)
 def test_flags_exist_and_agree_with_the_pod(
     pod: dict[str, Any], index: int, tmp_path: Path
 ) -> None:
@@ -88,7 +96,8 @@ def test_flags_exist_and_agree_with_the_pod(
     assert hosts.node_rank == index
     total = config.parallel.tensor_parallel_size * config.parallel.data_parallel_size
     gpus = container["resources"]["limits"]["nvidia.com/gpu"]
-    assert total == gpus * hosts.nnodes
+    is_ray = hosts.distributed_executor_backend == "ray"
+    assert total == gpus * (2 if is_ray else hosts.nnodes)
     if index == 0:
         ports = {port["name"]: port["containerPort"] for port in container["ports"]}
         assert config.server.host == "0.0.0.0" and ports["http"] == config.server.port
@@ -115,7 +124,7 @@ def test_probes_ask_paths_that_exist_and_wait_for_the_model(pod: dict[str, Any])
     assert container["livenessProbe"]["tcpSocket"]["port"] in names
 
 
-@pytest.mark.parametrize(("pod", "index"), PODS)
+@pytest.mark.parametrize(("pod", "index"), SLIPSTREAMS)
 def test_the_grace_period_holds_the_drain(pod: dict[str, Any], index: int, tmp_path: Path) -> None:
     config = configured(pod, index, tmp_path)
     (container,) = pod["containers"]
@@ -147,8 +156,10 @@ def test_pods_are_restricted_and_can_write_where_they_must(pod: dict[str, Any], 
     assert container["securityContext"]["readOnlyRootFilesystem"] is True
     assert all(not mounts[path].get("readOnly") for path in WRITABLE)
     assert pod["securityContext"]["runAsUser"] == 10001
-    files = [a.partition("=")[2] for a in container["args"] if re.match(r"--[a-z-]+-file=", a)]
-    assert all(str(Path(file).parent) in mounts for file in files) and files
+    arguments = container.get("args", [])
+    files = [a.partition("=")[2] for a in arguments if re.match(r"--[a-z-]+-file=", a)]
+    assert all(str(Path(file).parent) in mounts for file in files)
+    assert files or not arguments
 
 
 def test_services_and_policies_select_the_pods_of_the_server() -> None:
@@ -167,6 +178,60 @@ def test_services_and_policies_select_the_pods_of_the_server() -> None:
     assert among == {"from": [{"podSelector": {"matchLabels": group}}]}
     (service,) = many["Service"]["spec"]["ports"]
     assert public == {"ports": [{"protocol": "TCP", "port": service["port"]}]}
-    for found in (one, many):
+    ray = documents("raycluster.yaml")
+    cluster = {"ray.io/cluster": ray["RayCluster"]["metadata"]["name"]}  # set by KubeRay
+    assert ray["Service"]["spec"]["selector"] == {**cluster, "ray.io/node-type": "head"}
+    policy = ray["NetworkPolicy"]["spec"]
+    assert policy["podSelector"]["matchLabels"] == cluster
+    assert policy["ingress"] == [{"from": [{"podSelector": {"matchLabels": cluster}}]}, public]
+    for found in (one, many, ray):
         (port,) = found["Service"]["spec"]["ports"]
         assert port["targetPort"] == "http"
+
+
+def test_a_ray_cluster_has_the_gpus_of_the_engines_and_the_version_of_ray(tmp_path: Path) -> None:
+    cluster = documents("raycluster.yaml")["RayCluster"]
+    head, (workers,) = cluster["spec"]["headGroupSpec"], cluster["spec"]["workerGroupSpecs"]
+    parallel = configured(head["template"]["spec"], 0, tmp_path).parallel
+    assert parallel.shares_experts and workers["replicas"] == workers["maxReplicas"] == 1
+    for group in (head, workers):  # an engine on each host
+        (container,) = group["template"]["spec"]["containers"]
+        gpus = container["resources"]["limits"]["nvidia.com/gpu"]
+        assert gpus == parallel.tensor_parallel_size
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+        assert group["rayStartParams"]["node-manager-port"] == str(ports["raylet"])
+    pinned = (FOLDER.parents[1] / "constraints.txt").read_text()
+    assert f"\nray=={cluster['spec']['rayVersion']}\n" in pinned
+
+
+def test_pods_of_a_ray_cluster_start_ray_and_outlive_the_drain(tmp_path: Path) -> None:
+    """KubeRay leaves commands alone and puts its `ray start` into a variable."""
+    cluster = documents("raycluster.yaml")["RayCluster"]
+    assert cluster["metadata"]["annotations"] == {"ray.io/overwrite-container-cmd": "true"}
+    head, workers = (template["spec"] for template in templates("raycluster.yaml"))
+    (server,), (ray,) = head["containers"], workers["containers"]
+    bin_, log = tmp_path / "bin", tmp_path / "log"
+    bin_.mkdir()
+    for name in ("ray", "slipstream"):
+        (bin_ / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {log}\n')
+        (bin_ / name).chmod(0o755)
+    variables = {
+        "PATH": f"{bin_}:/usr/bin:/bin",
+        "POD_IP": "10.0.0.1",
+        "KUBERAY_GEN_RAY_START_CMD": "ray start --block --num-gpus=8",
+    }
+    for container in (server, ray):
+        command = [*container["command"], *container.get("args", [])]
+        subprocess.run(command, env=variables, check=True, capture_output=True, timeout=20)
+    said = log.read_text().splitlines()
+    assert said.count("ray start --block --num-gpus=8") == 2
+    assert "ray health-check --address 10.0.0.1:6379" in said
+    assert f"slipstream {' '.join(server['args'])}" in said
+    # With probes of its own a container gets none of KubeRay's, which need Ray's dashboard.
+    names = {port["name"] for port in ray["ports"]}
+    for probe in ("readinessProbe", "livenessProbe"):
+        assert ray[probe]["tcpSocket"]["port"] in names
+    # Ray ends at once, so it gets SIGTERM when the server has drained.
+    sleeps = float(ray["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert workers["terminationGracePeriodSeconds"] > sleeps
+    assert sleeps >= head["terminationGracePeriodSeconds"]
