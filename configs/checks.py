@@ -94,6 +94,11 @@ def _check_parallel(config: Config) -> None:
         raise ConfigError(
             "--enable-expert-parallel needs --tensor-parallel-size or --data-parallel-size above 1"
         )
+    if parallel.all2all_backend == "all_to_all" and not parallel.shares_experts:
+        raise ConfigError(
+            "--all2all-backend all_to_all needs --enable-expert-parallel and --data-parallel-size "
+            "above 1; the ranks of -tp alone have all tokens and exchange none"
+        )
 
 
 def _check_batch_invariant(config: Config) -> None:

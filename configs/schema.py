@@ -343,6 +343,12 @@ class ParallelConfig:
         False,
         "divide whole experts among all GPUs of -tp and -dp; replicas of -dp then step together",
     )
+    all2all_backend: str = option(
+        "allgather_reducescatter",
+        "exchange of tokens between replicas of -dp that share experts; with all_to_all and"
+        " without CUDA graphs, a token goes only to the GPUs of its experts",
+        choices=("allgather_reducescatter", "all_to_all"),
+    )
     disable_custom_all_reduce: bool = option(
         False, "add up small tensors of -tp through NCCL, too, not through shared GPU memory"
     )

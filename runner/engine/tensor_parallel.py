@@ -78,7 +78,10 @@ def join_ranks(
     peers = [everyone[start::size] for start in range(size)]  # the same rank of each engine
     of_model = subgroup(models, own) if size > 1 else None
     exchange = RowExchange(
-        Collectives(orders.size, device, subgroup(peers, own)), orders.size, device
+        Collectives(orders.size, device, subgroup(peers, own)),
+        orders.size,
+        device,
+        config.parallel.all2all_backend == "all_to_all",
     )
     numbers = Collectives(orders.size, torch.device("cpu"), subgroup(peers, own, on_host=True))
     experts = ExpertRanks(own, len(everyone), exchange, orders.engine)

@@ -17,14 +17,12 @@ from ...kernels.linear.linear import Norm, linear_parts
 from ...kernels.linear.linear_choice import Skinny
 from ...kernels.linear.moe import (
     expert_parts,
-    own_experts,
     run_experts,
     run_experts_reference,
     select_experts,
 )
 from ...kernels.packed.experts import packed_expert_parts, packed_experts
 from ..errors import ModelLoadError
-from ..parallel.experts import ExpertRanks
 from ..parallel.ranks import Cut, stacked
 from .formats.expert_stack import ExpertStack, experts_of
 from .layers import CheckpointSlot, Linear, WeightFormat, tensor_slot
@@ -105,7 +103,9 @@ class DividedExperts(nn.Module):
         if self.own is None:
             return self._run(x, weights, ids, absent=False)
         if self.shared is not None:
-            return self._exchanged(self.shared, self.own, x, weights, ids)
+            assert self.loads is not None
+            run = functools.partial(self._run, absent=True)
+            return self.shared.run(x, weights, ids, self.own, self.loads, run)
         here = ids - self.own.start
         here = here.masked_fill((here < 0) | (here >= self.own.size), -1)
         return self._run(x, weights, here, absent=True)
@@ -113,16 +113,6 @@ class DividedExperts(nn.Module):
     def _run(self, x: Tensor, weights: Tensor, ids: Tensor, absent: bool) -> Tensor:
         """`forward` for indices of the experts here; -1 if `absent`."""
         return run_in_form(x, self.weights, weights, ids, absent, self.fixed)
-
-    def _exchanged(
-        self, shared: ExpertRanks, own: Cut, x: Tensor, weights: Tensor, ids: Tensor
-    ) -> Tensor:
-        """`forward` where engines share the experts: the sum over engines, [T, H]."""
-        rows, weights, ids = shared.gather(x, weights, ids)
-        assert self.loads is not None
-        here = own_experts(ids, own.start, own.size, shared.exchange.counts, self.loads)
-        parts = self._run(rows, weights, here, absent=True)
-        return shared.exchange.sum_back(parts, x.shape[0])
 
     def sum(self, out: Tensor) -> Tensor:
         """The sum of `out` [T, H] over the ranks."""

@@ -96,6 +96,16 @@ class Collectives:
         _scatter(out, x, group=self._group)
         return out
 
+    def all_to_all(
+        self, x: Tensor, received: Sequence[int] | None = None, sent: Sequence[int] | None = None
+    ) -> Tensor:
+        """See `all_to_all.AllToAll`."""
+        rows = x.shape[0] if received is None else sum(received)
+        out = x.new_empty(rows, *x.shape[1:])
+        blocks = None if received is None else list(received), None if sent is None else list(sent)
+        dist.all_to_all_single(out, x, *blocks, group=self._group)
+        return out
+
     def gather_texts(self, text: str) -> list[str]:
         """The short ASCII text of every rank, on the host. Start-up only."""
         row = text.encode("ascii").ljust(_TEXT_BYTES, b"\0")

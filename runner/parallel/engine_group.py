@@ -117,7 +117,8 @@ def silent_group(config: ParallelConfig, device: Any) -> EngineGroup | None:
     if not config.shares_experts:
         return None
     engines, ranks = config.data_parallel_size, config.tensor_parallel_size
-    exchange = RowExchange(SilentRows(engines), engines, device)
+    is_all_to_all = config.all2all_backend == "all_to_all"
+    exchange = RowExchange(SilentRows(engines), engines, device, is_all_to_all)
     return EngineGroup(0, engines, ExpertRanks(0, engines * ranks, exchange), _Alone())
 
 

@@ -195,7 +195,8 @@ class DataParallelSync:
         if found.has_work and self._exchange is not None:
             counts = padded_counts(found.real_tokens, found.real_reqs)
             most = max(found.num_tokens_across_dp)
-            self._exchange.begin_step(most, found.num_draft_reqs, counts)
+            has_graphs = found.descriptor.mode is not CUDAGraphMode.NONE
+            self._exchange.begin_step(most, found.num_draft_reqs, counts, has_graphs)
         if found.has_work and self.loads is not None:
             self.loads.poll()
         return found

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Checks and measures two GPUs: parallel.sh OUT [PYTHON] [SECONDS] [PART]
 # PART is "ranks" (tensor parallelism, the default), "engines" (engines that share experts), "groups"
-# (their whole steps, nodes and small sums), or "groups4" (two engines of two GPUs each).
+# (their whole steps, nodes and small sums), "groups4" (two engines of two GPUs each), or "exchange"
+# (`--all2all-backend all_to_all`, and gpt-oss by experts).
 # Every step has a log and a limit of its own. The steps that say most come first, and none begins
 # or goes on after SECONDS (390 by default). With STEPS="replays killed" only these steps run.
 set -u
@@ -34,6 +35,7 @@ step() { # name, limit in seconds, command...
 run_tests() { # name, limit, words of the tests' names
   local file=test_parallel_cuda.py
   [ "$part" != ranks ] && file=test_engine_group_cuda.py
+  [ "$part" = exchange ] && file=test_exchange_cuda.py
   step "$1" "$2" "$python" -X faulthandler -m pytest -x -s -rA -m gpu -p no:cacheprovider \
     -p no:benchmark --durations=8 "tests/gpu/$file" -k "$3"
 }
@@ -76,6 +78,23 @@ if [ "$part" = groups ]; then
   step v3-off-forward 120 "$python" tests/lab/engine_group.py "$v3" --steps 100 --method off \
     --no-whole-step
   rm -rf "$models"
+  tail -n 1 "$out"/v3-*.log
+  exit
+fi
+
+if [ "$part" = exchange ]; then
+  v3="$models/deepseek-v3-7"
+  step rows 120 "$python" tests/lab/measure_exchange.py
+  run_tests text 180 "all_to_all"
+  run_tests gpt-oss 120 "gpt_oss"
+  for backend in all_to_all allgather_reducescatter; do
+    step "v3-$backend" 200 "$python" tests/lab/engine_group.py "$v3" --steps 300 --drafts 2 \
+      --all2all-backend "$backend"
+    step "v3-eager-$backend" 120 "$python" tests/lab/engine_group.py "$v3" --steps 100 \
+      --method off --enforce-eager --all2all-backend "$backend"
+  done
+  rm -rf "$models"
+  cat "$out/rows.log"
   tail -n 1 "$out"/v3-*.log
   exit
 fi

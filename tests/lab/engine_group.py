@@ -132,6 +132,7 @@ def configured(args: argparse.Namespace) -> Config:
             args.dp,
             enable_expert_parallel=not args.no_expert_parallel,
             disable_custom_all_reduce=args.nccl,
+            all2all_backend=args.all2all_backend,
         ),
     )  # fmt: skip
 
@@ -179,6 +180,7 @@ def main() -> None:
     parser.add_argument("-dp", type=int, default=2)
     parser.add_argument("-tp", type=int, default=1)
     parser.add_argument("--no-expert-parallel", action="store_true")
+    parser.add_argument("--all2all-backend", default="allgather_reducescatter")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--method", default="mtp")
     parser.add_argument("--drafts", type=int, default=2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ class Rows(ThreadCommunicator):
 
     def __init__(self, rank: int, meeting: Meeting) -> None:
         super().__init__(rank, meeting)
+        self.num_sorted = 0  # collectives in which ranks send different numbers of rows
         self._number = len(_COMMUNICATORS)
         _COMMUNICATORS.append(self)
 
@@ -53,6 +54,21 @@ class Rows(ThreadCommunicator):
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         return self.all_gather(x).sum(0).chunk(self._meeting.size)[self._rank].clone()
+
+    def all_to_all(
+        self, x: Tensor, received: Sequence[int] | None = None, sent: Sequence[int] | None = None
+    ) -> Tensor:
+        if received is None:
+            blocks = self.all_gather(x).view(
+                self._meeting.size, self._meeting.size, -1, *x.shape[1:]
+            )
+            return blocks[:, self._rank].reshape(x.shape)
+        assert sent is not None
+        self.num_sorted += 1
+        found = self._meeting.exchange(self._rank, torch.split(x.clone(), list(sent)))
+        own = [parts[self._rank] for parts in found]
+        assert [len(part) for part in own] == list(received)
+        return torch.cat(own)
 
 
 class EngineThread:
@@ -89,7 +105,8 @@ class EngineThread:
 
     def _build(self) -> Engine:
         size = self._config.parallel.data_parallel_size
-        exchange = RowExchange(self.rows, size, torch.device("cpu"))
+        is_all_to_all = self._config.parallel.all2all_backend == "all_to_all"
+        exchange = RowExchange(self.rows, size, torch.device("cpu"), is_all_to_all)
         experts = ExpertRanks(self.rank, size, exchange, self.rank)
         host = ThreadCommunicator(self.rank, self._meetings[1])
         self.calls = Calls(EngineOrders(self.rank, size, str(self._folder)))

@@ -37,13 +37,17 @@ def drafters(tmp_path_factory: pytest.TempPathFactory) -> Drafters:
     return Drafters(tmp_path_factory.mktemp("drafters"))
 
 
-def configured(target: Path, spec: SpeculativeConfig, size: int = 2) -> Config:
+ALL_TO_ALL = "all_to_all"
+GATHER = "allgather_reducescatter"
+
+
+def configured(target: Path, spec: SpeculativeConfig, backend: str, size: int = 2) -> Config:
     return Config(
         model=ModelConfig(model=str(target), dtype="float32", device="cpu"),
         scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=96),
         cache=CacheConfig(block_size=4, num_gpu_blocks_override=400),
         speculative=spec,
-        parallel=ParallelConfig(1, size, enable_expert_parallel=True),
+        parallel=ParallelConfig(1, size, enable_expert_parallel=True, all2all_backend=backend),
     )
 
 
@@ -84,12 +88,14 @@ def wait_until_idle(engines: list[EngineThread]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "steps"),
-    some([("off", 1000), ("mtp", 1000), ("ngram", 300), ("off", 150), ("mtp", 120)],
-         [("off", 150)]),
+    ("method", "steps", "backend"),
+    some([("off", 1000, GATHER), ("mtp", 1000, GATHER), ("ngram", 300, GATHER),
+          ("off", 100, GATHER), ("mtp", 120, GATHER), ("off", 1000, ALL_TO_ALL),
+          ("mtp", 1000, ALL_TO_ALL), ("off", 100, ALL_TO_ALL), ("mtp", 120, ALL_TO_ALL)],
+         [("off", 100, GATHER), ("off", 100, ALL_TO_ALL)]),
 )  # fmt: skip
 def test_random_steps_give_the_texts_of_one_engine(
-    method: str, steps: int, drafters: Drafters, tmp_path: Path
+    method: str, steps: int, backend: str, drafters: Drafters, tmp_path: Path
 ) -> None:
     target, _ = drafters.pair("mtp")  # DeepSeek V3's layers: the drafter has experts too
     spec = SpeculativeConfig(method=method, num_speculative_tokens=3)
@@ -98,7 +104,7 @@ def test_random_steps_give_the_texts_of_one_engine(
     alone = TinyEngine(target, spec)
     wanted = alone.run(prompts(9), max_tokens=40).tokens
     alone.close()
-    engines = start_engines(configured(target, spec), tmp_path)
+    engines = start_engines(configured(target, spec, backend), tmp_path)
     rng, asked = random.Random(5), {}
     while engines[0].runner.sync.num_exchanges < steps:
         check(engines)
@@ -129,20 +135,31 @@ def test_random_steps_give_the_texts_of_one_engine(
     for one, other in pairs:
         assert int(one[0]) == int(other[1:].sum()) > 0 < int(other[0]) == int(one[1:].sum())
     assert engines[0].rows.num_collectives == engines[1].rows.num_collectives > steps
+    num_sorted = [engine.rows.num_sorted for engine in engines]
+    assert num_sorted[0] == num_sorted[1] >= (steps if backend == ALL_TO_ALL else 0)
 
 
 @pytest.mark.parametrize(
-    "mode",
+    ("mode", "backend"),
     some(
-        [CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_FULL],
-        [CUDAGraphMode.FULL_DECODE_ONLY],
+        [
+            (CUDAGraphMode.FULL_DECODE_ONLY, GATHER),
+            (CUDAGraphMode.FULL_AND_FULL, GATHER),
+            (CUDAGraphMode.FULL_DECODE_ONLY, ALL_TO_ALL),
+            (CUDAGraphMode.FULL_AND_FULL, ALL_TO_ALL),
+        ],
+        [(CUDAGraphMode.FULL_DECODE_ONLY, GATHER)],
     ),
 )
 def test_whole_steps_hold_the_same_collectives_on_every_engine(
-    mode: CUDAGraphMode, drafters: Drafters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: CUDAGraphMode,
+    backend: str,
+    drafters: Drafters,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Requests come to one engine while the other is idle, end at different times, and are more
-    than the largest graph holds."""
+    than the largest graph holds: then steps run without graphs."""
     target, _ = drafters.pair("mtp")
     spec = drafters.speculative("mtp", 2)
     alone = TinyEngine(target, spec)
@@ -161,7 +178,7 @@ def test_whole_steps_hold_the_same_collectives_on_every_engine(
         return state
 
     monkeypatch.setattr(Target, "run_dummy", quiet)
-    config = configured(target, spec)
+    config = configured(target, spec, backend)
     with recording((1, 3), mode=mode, sizes=(2, 3, 6, 12)) as (recorder, replays):
         engines = start_engines(config, tmp_path, behave_as_on_a_gpu)
         for indices in ([[0], []], [[1, 2], [3]], [[], [4, 5]], [[6], [7, 8, 0, 1, 2, 3]]):
@@ -181,6 +198,8 @@ def test_whole_steps_hold_the_same_collectives_on_every_engine(
             assert found == wanted[str(index)][: 8 + index]
     counts = [engine.rows.num_collectives for engine in engines]
     assert counts[0] == counts[1] > 100
+    num_sorted = [engine.rows.num_sorted for engine in engines]
+    assert num_sorted[0] == num_sorted[1] and (num_sorted[0] > 0) == (backend == ALL_TO_ALL)
     for name in ("target", "draft prefill", "draft loop"):
         assert replays[name] % 2 == 0 < replays[name]
     # An engine without requests runs the graphs of a whole step too, except that it samples.

@@ -135,6 +135,21 @@ async def test_the_group_starts_anew(ranks: int, model: Path, expected: list[lis
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_all_to_all_gives_the_same_texts(
+    ranks: int, model: Path, expected: list[list[int]]
+) -> None:
+    config = configured(model, ranks)
+    parallel = replace(config.parallel, all2all_backend="all_to_all")
+    engines = await started(replace(config, parallel=parallel))
+    try:
+        assert await texts(engines) == expected
+        assert await tokens(submit(engines, 0)) == expected[0]  # the other one only helps
+    finally:
+        await engines.shutdown()
+
+
+@pytest.mark.slow
 async def test_the_end_of_the_server_waits_for_open_requests(
     model: Path, expected: list[list[int]]
 ) -> None:
