@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ...configs.schema import Config
-from ...runner.messages import AddRequest, Ready, StepStats
+from ...runner.messages import AddRequest, Ready, SetVocabulary, StepStats
 from ..chat_templates.chat_template import ChatTemplate
 from ..chat_templates.content_guard import ContentGuard
 from ..chat_templates.template_children import TemplateChildren
@@ -68,6 +68,11 @@ class Services:
     def model_names(self) -> tuple[str, ...]:
         """The model names that clients may use. Replies repeat the name that the client used."""
         return self.config.server.served_model_name or (self.config.model.model,)
+
+    def vocabulary(self) -> SetVocabulary:
+        """The tokens as the worker's grammars need them."""
+        spelled = self.output_format.grammar_ids(self.tokenizer)
+        return SetVocabulary(self.tokenizer.vocabulary(spelled), sorted(self.tokenizer.eos_ids))
 
     def check_model(self, name: str) -> None:
         """Raise ModelNotFound unless the server serves a model of this name."""

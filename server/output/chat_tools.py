@@ -21,7 +21,8 @@ from ..openai_types.chat import (
 )
 from ..text.tokenizer import Tokenizer
 from ..tool_parsers import detect_tool_parser, tool_parser_class
-from ..tool_parsers.base import ToolParser
+from ..tool_parsers.base import Parser, ToolParser
+from ..tool_parsers.deepseek import DsmlToolParser
 from ..tool_parsers.forced import ForcedToolParser, forced_grammar
 from ..tool_parsers.hermes import BEGIN, HermesToolParser
 from ..tool_parsers.strict import strict_grammar
@@ -65,8 +66,40 @@ class OutputFormat:
             tokenizer is None or tokenizer.token_to_id(BEGIN) not in tokenizer.special_ids,
         )
 
+    def grammar_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
+        """The special tokens that grammars of calls must be able to spell."""
+        dsml = self._dsml
+        ids = (tokenizer.token_to_id(token) for token in dsml.grammar_tokens) if dsml else ()
+        return frozenset(index for index in ids if index is not None)
+
+    def answer_header(self, prompt: str) -> str:
+        """The text that must follow a rendered chat so that the output is the answer alone."""
+        parsers: list[type[Parser] | None] = [self.tools, self.reasoning]
+        headers = (parser.answer_header(prompt) for parser in parsers if parser)
+        return next(filter(None, headers), "")
+
+    def forced_grammar(
+        self, tools: Tools, name: str | None, parallel: bool, budget: Budget
+    ) -> GrammarSpec:
+        """The grammar of a reply of calls alone, or of one of `name`: in DSML if the model writes
+        it, else as JSON."""
+        form = self._dsml.forced_grammar if self._dsml else forced_grammar
+        return form(tools, name, parallel, budget)
+
+    def forced_parser(self, tools: Tools | None, name: str | None) -> ToolParser:
+        """A parser of what `forced_grammar` allows."""
+        if self._dsml:
+            return self._dsml(tools, is_forced=True)
+        return ForcedToolParser(name, tools)
+
+    @property
+    def _dsml(self) -> type[DsmlToolParser] | None:
+        return self.tools if self.tools and issubclass(self.tools, DsmlToolParser) else None
+
     def strict_grammar(self, tools: Tools, budget: Budget) -> GrammarSpec | None:
         """The grammar for calls of functions with "strict": true, if the model need not call."""
+        if self._dsml:
+            return self._dsml.strict_grammar(tools, budget)
         if self.tools is not HermesToolParser or not self.has_plain_markers:
             return None
         return strict_grammar(tools, budget)
@@ -105,8 +138,8 @@ class ChatFormat:
 
     def prompt_end(self, prompt: str) -> str:
         """The text to append to the rendered chat `prompt`."""
-        parser = self.model.tools
-        return "" if parser is None or self.grammar is None else parser.answer_header(prompt)
+        constrained = self.grammar is not None and not self.reasoning
+        return self.model.answer_header(prompt) if constrained else ""
 
     def finish_reason(self, reason: str, called: bool) -> str:
         """OpenAI's finish reason; `called` means that the output contains a call.
@@ -119,7 +152,7 @@ class ChatFormat:
 
     def _output(self, prompt: str) -> OutputParser | None:
         if self.forced:
-            return OutputParser(None, ForcedToolParser(self.name, self.tools))
+            return OutputParser(None, self.model.forced_parser(self.tools, self.name))
         whole = self.model.tools
         if whole is not None and whole.reads_reasoning:
             return OutputParser(None, whole(self.tools, prompt=prompt))
@@ -151,7 +184,7 @@ def chat_format(model: OutputFormat, body: ChatCompletionRequest) -> ChatFormat:
         budget = Budget.of(*schemas)
         grammar = constraint
         if forced:
-            grammar = forced_grammar(calls.tools, calls.name, calls.parallel, budget)
+            grammar = model.forced_grammar(calls.tools, calls.name, calls.parallel, budget)
         elif constraint is None:
             grammar = model.strict_grammar(calls.tools, budget)
     except SchemaError as error:

@@ -66,6 +66,11 @@ class DeepSeekV4Parser(ReasoningParser):
     """DeepSeek V4 reasons if the end of the prompt has the opening marker; without reasoning, the
     prompt ends with the closing one."""
 
+    @classmethod
+    def answer_header(cls, prompt: str) -> str:
+        """As in the base class."""
+        return cls.end if prompt.endswith(cls.begin) else ""
+
 
 class Qwen3Parser(ReasoningParser):
     """Qwen 3 reasons if the output or the end of the prompt has the opening marker."""

@@ -301,8 +301,7 @@ def _create_app(config: Config, client: Client) -> tuple[FastAPI, SetVocabulary]
         app = create_app(config, client, source)
     except (TokenizerLoadError, ValueError, OSError) as error:
         raise LaunchError(str(error).rstrip(".")) from error
-    tokenizer = app.state.services.tokenizer
-    return app, SetVocabulary(tokenizer.vocabulary(), sorted(tokenizer.eos_ids))
+    return app, app.state.services.vocabulary()
 
 
 def _uvicorn_config(config: Config, app: FastAPI) -> uvicorn.Config:

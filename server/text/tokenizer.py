@@ -148,9 +148,10 @@ class Tokenizer:
             return self.table[token_id]
         return self.backend.decode([token_id], skip_special_tokens=False).encode()
 
-    def vocabulary(self) -> list[bytes]:
-        """The bytes of every token in id order, for grammars; empty for special tokens and EOS."""
-        silent = self.special_ids | self.eos_ids
+    def vocabulary(self, spelled: frozenset[int] = frozenset()) -> list[bytes]:
+        """The bytes of every token in id order, for grammars; empty for EOS and for special tokens
+        that are not `spelled`."""
+        silent = (self.special_ids - spelled) | self.eos_ids
         return [b"" if i in silent else self.token_bytes(i) for i in range(self.vocab_size)]
 
     def token_text(self, token_id: int) -> str:

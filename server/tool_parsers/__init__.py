@@ -19,7 +19,7 @@ _PARSERS = {
     "mistral": ("mistral", "MistralToolParser"),
     "deepseek_v3": ("deepseek", "DeepSeekToolParser"),
     "deepseek_v31": ("deepseek", "DeepSeekToolParser"),
-    "deepseek_v32": ("deepseek", "DsmlToolParser"),
+    "deepseek_v32": ("deepseek", "DsmlV32ToolParser"),
     "deepseek_v4": ("deepseek", "DsmlToolParser"),
     "gemma": ("gemma", "GemmaToolParser"),
     "gemma3": ("gemma", "GemmaToolParser"),

@@ -87,6 +87,14 @@ class Parser:
     # Special tokens that the detokenizer must keep in the text, because this parser looks for them.
     special_tokens: ClassVar[tuple[str, ...]] = ()
 
+    @classmethod
+    def answer_header(cls, prompt: str) -> str:
+        """The text that must follow a rendered chat so that the output is the answer alone.
+
+        A grammar applies from the first token on, so it needs this.
+        """
+        return ""
+
     def __init__(self) -> None:
         self._buffer = ""
         self._closed = False
@@ -245,14 +253,6 @@ class ToolParser(Parser):
     reads_reasoning: ClassVar[bool] = False
     # Tokens that end an output, in addition to the model's own.
     end_tokens: ClassVar[tuple[str, ...]] = ()
-
-    @classmethod
-    def answer_header(cls, prompt: str) -> str:
-        """The text that must follow a rendered chat so that the output is the answer alone.
-
-        A grammar applies from the first token on, so it needs this.
-        """
-        return ""
 
     def __init__(
         self,

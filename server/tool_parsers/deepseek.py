@@ -1,13 +1,17 @@
 """Parses DeepSeek's calls: between special tokens in V3 and R1 (fenced JSON) and V3.1 (bare JSON),
-and in the markup DSML of V3.2 and V4."""
+and in the markup DSML of V3.2 and V4, which also has grammars."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
+from ...runner.messages import GrammarSpec
+from ..json_schema import Budget, SchemaError
 from ..json_text import json_text, read_json
 from .base import ToolParser, Wait
+from .forced import grammar_text, parameters_of
 from .json_call import JsonToolParser
 
 CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -17,6 +21,9 @@ DSML = "｜DSML｜"
 BLOCKS = {f"<{DSML}{name}>": f"</{DSML}{name}>" for name in ("tool_calls", "function_calls")}
 INVOKE, INVOKE_END = f'<{DSML}invoke name="', f"</{DSML}invoke>"
 PARAMETER, PARAMETER_END = f'<{DSML}parameter name="', f"</{DSML}parameter>"
+THINK, THINK_END = "<think>", "</think>"
+_VALUE_ENDS = (PARAMETER_END, PARAMETER, INVOKE_END)
+_MAX_WHITESPACE = 12  # between the parts of a call: a model cannot write it endlessly
 
 
 class DeepSeekToolParser(JsonToolParser):
@@ -71,10 +78,75 @@ class DeepSeekToolParser(JsonToolParser):
 class DsmlToolParser(ToolParser):
     """Parses blocks of `invoke` elements with `parameter` elements; string arguments stream.
 
-    The model says of each parameter whether it is a string; other values are JSON.
+    The model says of each parameter whether it is a string; other values are JSON. A value ends
+    where the call or the next parameter does, even if its own end is missing, except in calls that
+    a grammar constrains: of strict functions, and all if `is_forced`.
     """
 
+    block: ClassVar[str] = "tool_calls"  # the name of the element around calls
     special_tokens = (DSML,)
+    # What a grammar must be able to spell, even if these are special tokens.
+    grammar_tokens: ClassVar[tuple[str, ...]] = (DSML, THINK_END)
+
+    def __init__(
+        self,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        new_id: Callable[[], str] | None = None,
+        prompt: str = "",
+        is_forced: bool = False,
+    ) -> None:
+        functions = [tool.get("function") or tool for tool in tools or ()]
+        self._exact = {f["name"] for f in functions if is_forced or f.get("strict") is True}
+        self._ends: Sequence[str] = ()  # of a value of the present call
+        super().__init__(tools, new_id, prompt)
+
+    @classmethod
+    def answer_header(cls, prompt: str) -> str:
+        """As in the base class: the end of the reasoning that the prompt has begun."""
+        return THINK_END if prompt.endswith(THINK) else ""
+
+    @classmethod
+    def forced_grammar(
+        cls,
+        tools: Sequence[Mapping[str, Any]],
+        name: str | None = None,
+        parallel: bool = True,
+        budget: Budget | None = None,
+    ) -> GrammarSpec:
+        """The grammar of a reply that consists only of calls: with `name`, of one call of it.
+
+        Raises SchemaError as `forced.forced_grammar` does."""
+        functions = [tool.get("function") or tool for tool in tools]
+        calls = [_call_tag(f, budget) for f in functions if name in (None, f["name"])]
+        begin = {"type": "const_string", "value": f"\n\n<{DSML}{cls.block}>\n"}
+        end = {"type": "const_string", "value": f"</{DSML}{cls.block}>"}
+        form = {
+            "type": "sequence",
+            "elements": [begin, _calls(calls, parallel and name is None), end],
+        }
+        return _spec(form)
+
+    @classmethod
+    def strict_grammar(
+        cls, tools: Sequence[Mapping[str, Any]], budget: Budget | None = None
+    ) -> GrammarSpec | None:
+        """The grammar of free text with calls, whose arguments fit the parameters of functions that
+        are `strict`; None if none is. Raises SchemaError if they cannot be enforced."""
+        functions = [tool.get("function") or tool for tool in tools]
+        if not any(function.get("strict") is True for function in functions):
+            return None
+        calls = [
+            _call_tag(f, budget) if f.get("strict") is True else _tag(f, {"type": "any_text"})
+            for f in functions
+        ]
+        begin = f"<{DSML}{cls.block}>"
+        tag = {
+            "type": "tag",
+            "begin": f"{begin}\n",
+            "content": _calls(calls, True),
+            "end": f"</{DSML}{cls.block}>",
+        }
+        return _spec({"type": "triggered_tags", "triggers": [begin], "tags": [tag]})
 
     def run(self) -> Wait[None]:
         """As in the base class."""
@@ -90,6 +162,8 @@ class DsmlToolParser(ToolParser):
                 if not bracket or len(name) < 2 or name[-1] != '"':
                     break
                 self.start_call(name[:-1])
+                is_exact = name[:-1] in self._exact
+                self._ends = (PARAMETER_END,) if is_exact else _VALUE_ENDS
                 yield from self._arguments()
                 raw = yield from self.take_space()
                 if end is not None and (yield from self.take_any([end])):
@@ -123,18 +197,105 @@ class DsmlToolParser(ToolParser):
 
     def _value(self, is_string: bool) -> Wait[str]:
         """Read one value; returns the marker that ended it."""
-        ends: Sequence[str] = (PARAMETER_END, PARAMETER, INVOKE_END)
         if is_string:
             self.arguments('"')
-            marker = yield from self.take_until(ends, lambda text: self.arguments(_escaped(text)))
+            marker = yield from self.take_until(
+                self._ends, lambda text: self.arguments(_escaped(text))
+            )
             if marker:
                 self.arguments('"')
             return marker
         pieces: list[str] = []
-        marker = yield from self.take_until(ends, pieces.append)
+        marker = yield from self.take_until(self._ends, pieces.append)
         if marker:
             self.arguments(_as_json("".join(pieces)))
         return marker
+
+
+class DsmlV32ToolParser(DsmlToolParser):
+    """The same in V3.2's form."""
+
+    block = "function_calls"
+
+
+def _spec(form: Mapping[str, Any]) -> GrammarSpec:
+    text = grammar_text({"type": "structural_tag", "format": form})
+    return GrammarSpec("structural_tag", text, "tools")
+
+
+def _calls(calls: Sequence[Mapping[str, Any]], parallel: bool) -> dict[str, Any]:
+    return {
+        "type": "tags_with_separator",
+        "tags": calls,
+        "separator": "",  # each call ends with a line break
+        "at_least_one": True,
+        "stop_after_first": not parallel,
+    }
+
+
+def _call_tag(function: Mapping[str, Any], budget: Budget | None) -> dict[str, Any]:
+    """A call whose parameters fit the function's; raises SchemaError."""
+    schema = parameters_of(function, budget)
+    content = {
+        "type": "json_schema",
+        "json_schema": _listed(schema) if function.get("strict") is True else schema,
+        "style": "deepseek_xml",
+        "max_whitespace_cnt": _MAX_WHITESPACE,
+    }
+    return _tag(function, content)
+
+
+def _tag(function: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "tag",
+        "begin": f'{INVOKE}{function["name"]}">\n',
+        "content": content,
+        "end": f"{INVOKE_END}\n",
+    }
+
+
+def _listed(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A strict schema of parameters that the compiler enforces in DSML, too.
+
+    There it would allow a further parameter with the name of a listed one, so an object with listed
+    properties gets no others. Raises SchemaError if it needs others."""
+    definitions = schema.get("$defs", {})
+    found = _target(schema, definitions)
+    if "anyOf" in found:
+        found = {**found, "anyOf": [_choice(each, definitions) for each in found["anyOf"]]}
+    else:
+        found = _closed(found)
+    return {**found, "$defs": definitions} if definitions else found
+
+
+def _target(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema itself, or what its `$ref` refers to: never another `$ref`."""
+    name = str(schema.get("$ref", "")).removeprefix("#/$defs/")
+    return dict(definitions[name] if name else schema)
+
+
+def _choice(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A branch of the parameters' choice; those behind a `$ref` stay as they are."""
+    found = _target(schema, definitions)
+    if "anyOf" in found:
+        raise SchemaError("parameters that are a choice of choices cannot be enforced in DSML")
+    closed = _closed(found)
+    if "$ref" not in schema:
+        return closed
+    if closed != found:
+        raise SchemaError("'additionalProperties' behind a '$ref' cannot be enforced in DSML")
+    return schema
+
+
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+    properties = schema.get("properties") or {}
+    if any('"' in name for name in properties):
+        raise SchemaError("DSML cannot write a parameter's name with a quotation mark")
+    if not properties or schema.get("additionalProperties") in (None, False):
+        return schema
+    if schema.get("minProperties", 0) > len(properties):
+        raise SchemaError("'minProperties' demands parameters that are not listed")
+    return {**schema, "additionalProperties": False}
 
 
 def _escaped(text: str) -> str:

@@ -22,7 +22,7 @@ from fastapi import FastAPI
 from ...configs.model.model_config import NotServed, text_config
 from ...configs.options import ConfigError
 from ...configs.schema import Config
-from ...runner.messages import GrammarSpec, Ready, SamplingParams, SetVocabulary
+from ...runner.messages import GrammarSpec, Ready, SamplingParams
 from ..drafters.acceptance import Tally
 from ..drafters.training_prompts import (
     Prompt,
@@ -105,11 +105,10 @@ async def verify(config: Config, plan: Plan, data: str) -> Report | None:
 @asynccontextmanager
 async def _started(client: EngineClient, services: Services) -> AsyncIterator[Ready]:
     """The engine of a client, until the end of the context. Raises WorkerFailed."""
-    tokenizer = services.tokenizer
     try:
         with StartupProgress() as progress:
             ready = await client.start(progress)
-        client.set_vocabulary(SetVocabulary(tokenizer.vocabulary(), sorted(tokenizer.eos_ids)))
+        client.set_vocabulary(services.vocabulary())
         yield ready
     finally:
         await client.shutdown()

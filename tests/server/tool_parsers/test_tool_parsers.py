@@ -169,9 +169,6 @@ CASES: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
         (f"{MI}f>x", f"{MI}f>x", []),
         (f"x{MB}{MI}fun", f"x{MB}{MI}fun", []),
     ],
-    "deepseek_v32": [
-        (f"<｜DSML｜function_calls>\n{MN}\n{MN}\n</｜DSML｜function_calls>", "", [N, N]),
-    ],
     "gemma": [
         (
             '```tool_code\nweather(city="Köln", days=3)\n```',
@@ -231,6 +228,14 @@ CASES: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
         ("text [now()]", "text [now()]", []),
     ],
 }
+CASES["deepseek_v32"] = [
+    (
+        text.replace("tool_calls", "function_calls"),
+        content.replace("tool_calls", "function_calls"),
+        c,
+    )
+    for text, content, c in CASES["deepseek_v4"]
+]
 FLAT = [(name, *case) for name, cases in CASES.items() for case in cases]
 
 
