@@ -99,6 +99,11 @@ def _check_parallel(config: Config) -> None:
             "--all2all-backend all_to_all needs --enable-expert-parallel and --data-parallel-size "
             "above 1; the ranks of -tp alone have all tokens and exchange none"
         )
+    if parallel.shares_experts and config.graph.debug_compare_eager:
+        raise ConfigError(
+            "--debug-compare-eager does not work with --enable-expert-parallel and "
+            "--data-parallel-size above 1: the other engines would wait for the second run"
+        )
 
 
 def _check_batch_invariant(config: Config) -> None:

@@ -235,13 +235,17 @@ class DraftGraphs:
     def run_dummy(
         self,
         desc: BatchExecutionDescriptor,
-        attention: Any,  # the target's state of the same dummy step
+        attention: Any,  # the target's state of the same dummy step; None in a WHOLE step
         num_decode_reqs: int,
         num_drafts: int,
     ) -> None:
         """Run the passes of a proposal without requests, since other ranks' passes contain
-        collectives."""
-        self.speculator.fill_dummy(0)
+        collectives.
+
+        In a WHOLE step the graph of the first pass fills the buffers: all of its rows are padding.
+        """
+        if attention is not None or not self.speculator.runs_draft_prefill:
+            self.speculator.fill_dummy(0)
         self._passes(desc, attention, desc.num_tokens, 0, num_decode_reqs, num_drafts)
 
     def _passes(

@@ -189,6 +189,10 @@ def test_variables_that_kubernetes_sets_for_a_service_named_slipstream_are_ignor
             ["--enable-expert-parallel"],
             "needs --tensor-parallel-size or --data-parallel-size above 1",
         ),
+        (
+            ["--enable-expert-parallel", "-dp", "2", "--debug-compare-eager"],
+            "--debug-compare-eager does not work with --enable-expert-parallel",
+        ),
         (["-tp", "0"], "--tensor-parallel-size 0: must be at least 1"),
         (["-dp", "65"], "--data-parallel-size 65: must be at most 64"),
         (["--max-num-seqs", "0"], "--max-num-seqs 0: must be at least 1"),

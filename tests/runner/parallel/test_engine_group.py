@@ -24,6 +24,7 @@ from slipstream.runner.messages import AddRequest, SamplingParams
 from slipstream.runner.parallel.engine_group import Calls
 from slipstream.runner.process import EngineOrders, Hosted
 from slipstream.runner.step.target import Target
+from slipstream.speculators.autoregressive import AutoRegressiveSpeculator
 
 from ...cases import some
 from ...speculators.all_drafters import Drafters
@@ -177,10 +178,19 @@ def test_whole_steps_hold_the_same_collectives_on_every_engine(
         assert all(map(torch.equal, before, caches)), "a dummy pass has written KV"
         return state
 
+    fills: list[int] = []  # of the drafter's buffers, outside graphs
+    fill_dummy = AutoRegressiveSpeculator.fill_dummy
+
+    def counted(self: AutoRegressiveSpeculator, num_reqs: int) -> None:
+        fills.append(num_reqs)
+        fill_dummy(self, num_reqs)
+
     monkeypatch.setattr(Target, "run_dummy", quiet)
+    monkeypatch.setattr(AutoRegressiveSpeculator, "fill_dummy", counted)
     config = configured(target, spec, backend)
     with recording((1, 3), mode=mode, sizes=(2, 3, 6, 12)) as (recorder, replays):
         engines = start_engines(config, tmp_path, behave_as_on_a_gpu)
+        fills.clear()
         for indices in ([[0], []], [[1, 2], [3]], [[], [4, 5]], [[6], [7, 8, 0, 1, 2, 3]]):
             for engine, own in zip(engines, indices, strict=True):
                 for index in own:
@@ -204,6 +214,7 @@ def test_whole_steps_hold_the_same_collectives_on_every_engine(
         assert replays[name] % 2 == 0 < replays[name]
     # An engine without requests runs the graphs of a whole step too, except that it samples.
     assert dummies.count(StepMode.WHOLE) > 5 and StepMode.EAGER in dummies
+    assert len(fills) == len(dummies) - dummies.count(StepMode.WHOLE)
     assert 0 < replays["token selection"] <= replays["target"] - dummies.count(StepMode.WHOLE)
     names = [graph.node_names for graph in recorder.graphs]
     exchanges = ["slipstream_tests.everyones.default" in nodes for nodes in names]
