@@ -11,6 +11,8 @@ FOLDER/deepseek-v3-7 has the widths of DeepSeek V3, its three dense layers and f
 with the module's experts they take 120 GB.
 FOLDER/deepseek-v32-5 has the widths of DeepSeek V3.2 and its first five layers, two of them with
 experts.
+FOLDER/llama-70b has the shape of Llama 3 70B; its head is FOLDER/eagle3-70b. FOLDER/qwen3.5-27b
+has the shape of Qwen3.5-27B with its module for multi-token prediction.
 """
 
 from __future__ import annotations
@@ -158,6 +160,34 @@ FP8_ROWS = {
 GPTQ = {
     "quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False,
 }  # fmt: skip
+LLAMA_70B = LLAMA_8B | {
+    "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}  # fmt: skip
+EAGLE3_70B = LLAMA_70B | {
+    "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 32000,
+    "eagle_aux_hidden_state_layer_ids": [2, 40, 77],
+}  # fmt: skip
+QWEN35_27B = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5",
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "text_config": {
+        "model_type": "qwen3_5_text", "vocab_size": 248320, "hidden_size": 5120,
+        "intermediate_size": 17408, "num_hidden_layers": 64, "num_attention_heads": 24,
+        "num_key_value_heads": 4, "head_dim": 256, "hidden_act": "silu",
+        "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "attention_bias": False,
+        "attn_output_gate": True, "full_attention_interval": 4,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 16,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 48, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "mamba_ssm_dtype": "float32",
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25,
+            "mrope_section": [11, 11, 10], "mrope_interleaved": True,
+        },
+        "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False,
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "eos_token_id": 248044,
+    },
+}  # fmt: skip
 LONG = LLAMA_8B | {"max_position_embeddings": 16384}
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": LLAMA_8B,
@@ -165,6 +195,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b-fp8": LLAMA_8B | {"quantization_config": FP8_ROWS},
     "llama-8b-int4": LLAMA_8B | {"quantization_config": GPTQ},
     "eagle3-8b": EAGLE3_8B,
+    "llama-70b": LLAMA_70B,
+    "eagle3-70b": EAGLE3_70B,
+    "qwen3.5-27b": QWEN35_27B,
     "qwen3-30b-a3b": QWEN3_30B_A3B,
     "qwen3-30b-a3b-fp8": QWEN3_30B_A3B | {"quantization_config": FP8_BLOCKS},
     "qwen3-30b-a3b-int4": QWEN3_30B_A3B | {"quantization_config": INT4_GROUPS},
