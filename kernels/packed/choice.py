@@ -21,7 +21,8 @@ from .tuned import tuned_choices
 EXACT_ROWS = 64  # up to here, activations have 16 bits
 
 
-Sizes: TypeAlias = tuple[int, int, int, int]  # block_n, stages, num_warps, split_k
+# block_n, stages, num_warps, split_k, block_m (by default the rows, up to 64)
+Sizes: TypeAlias = tuple[int, int, int, int, int] | tuple[int, int, int, int]
 
 
 def choose_packed(weight: Weight, role: str, num_rows: int) -> PackedChoice:
@@ -68,8 +69,8 @@ def _skinny(weight: TiledWeight, shape: Shape, bucket: int) -> Skinny:
     height = 8 if bucket == 1 and shape.role in ("gate_up", "head") else min(max(bucket, 16), 64)
     measured = _TILES.get((format_name(weight), shape, bucket))
     if measured is not None:
-        block_n, stages, warps, split_k = measured
-        return Skinny(block_n, columns, stages, warps, split_k, height)
+        block_n, stages, warps, split_k, *own = measured
+        return Skinny(block_n, columns, stages, warps, split_k, own[0] if own else height)
     if bucket > 64 and format_name(weight) in ("fp8", "int8"):
         height = 128
     split_k = 1
@@ -89,15 +90,15 @@ _HEAD = Shape("head", 128256, 4096)
 # The fastest on an H200 for Llama 3 8B, by format; unmeasured ones follow the rule above.
 # `Row` is chosen for these shapes only: no GPU has checked it with others.
 _ONE_ROW: Mapping[tuple[str, Shape], Gemv | Row] = {
-    ("fp8", _QKV): Gemv(2, 1024, 4, ahead=2),
+    ("fp8", _QKV): Row(16, 5, 4, 1, norm=0, early=8),
     ("fp8", _O): Gemv(2, 1024, 4, ahead=2),
-    ("fp8", _GATE_UP): Row(16, 4, 2, 1, 2),
-    ("fp8", _DOWN): Row(16, 5, 4, 2),
+    ("fp8", _GATE_UP): Row(16, 4, 2, 1, 2, norm=0, early=4),
+    ("fp8", _DOWN): Row(32, 4, 8, 1, 8),
     ("fp8", _HEAD): Row(32, 3, 4, 1),
-    ("int4", _QKV): Row(16, 3, 8, 1, 8),
-    ("int4", _O): Row(16, 5, 4, 2),
+    ("int4", _QKV): Row(16, 3, 4, 1, early=4),
+    ("int4", _O): Row(16, 2, 8, 1, 8, early=8),
     ("int4", _GATE_UP): Row(16, 3, 4, 1),
-    ("int4", _DOWN): Row(32, 3, 4, 2),
+    ("int4", _DOWN): Row(16, 5, 4, 2, early=24),
     ("int4", _HEAD): Row(32, 3, 4, 1),
 }
 _GEMVS: Mapping[str, Mapping[str, Gemv]] = {
@@ -140,12 +141,14 @@ _INT4: Mapping[tuple[Shape, int], Sizes] = {
     (_DOWN, 32): (128, 3, 4, 8),
     (_QKV, 64): (64, 3, 4, 2),
     (_GATE_UP, 64): (128, 3, 8, 1),
+    (_QKV, 128): (64, 2, 4, 2),
+    (_O, 128): (64, 3, 4, 2),
     (_GATE_UP, 128): (128, 3, 8, 1),
-    (_DOWN, 128): (64, 3, 4, 2),
-    (_QKV, 256): (128, 3, 8, 2),
-    (_O, 256): (128, 3, 8, 1),
-    (_GATE_UP, 256): (128, 3, 8, 1),
-    (_DOWN, 256): (128, 3, 8, 1),
+    (_DOWN, 128): (128, 3, 8, 4, 128),
+    (_QKV, 256): (64, 2, 4, 1),
+    (_O, 256): (128, 3, 8, 2, 128),
+    (_GATE_UP, 256): (64, 2, 4, 1),
+    (_DOWN, 256): (128, 3, 8, 2, 128),
 }
 _FP8_BLOCKS: Mapping[tuple[Shape, int], Sizes] = {
     (_QKV, 16): (128, 3, 4, 4),

@@ -19,6 +19,7 @@ Activations: TypeAlias = Literal["16bit", "fp8-token", "fp8-block", "int8-token"
 NIBBLES = ("int4", "fp4")  # kinds with two codes in a byte
 SYMMETRIC_ZERO = {"int4": 8, "int8": 0}  # the zero of a weight without `zeros` and `offsets`
 BLOCK = 128  # rows and columns of a block of fp8 values that share a scale
+SUPER = 256  # columns that share a super scale
 _PIECE_VALUES = 1 << 24  # values dequantised at once, so that float32 copies stay small
 
 
@@ -38,7 +39,7 @@ class PackedWeight:
     kind: Kind
     values: Tensor
     # [ceil(N / row_group), ceil(K / group)] float32, float16 or bfloat16; of "fp4" also
-    # float8_e4m3fn, or uint8 that holds e8m0 (2 ** (s - 127))
+    # float8_e4m3fn, or uint8 that holds e8m0 (2 ** (s - 127)); with `super_scales` an integer type
     scales: Tensor
     columns: int  # K
     group: int  # columns that share a scale: 16, 32, 64, 128, or K
@@ -49,6 +50,10 @@ class PackedWeight:
     order: Tensor | None = None  # [K] int32: stored column j belongs to input feature order[j]
     activations: Activations = "16bit"  # what the checkpoint asks for
     input_scale: Tensor | None = None  # [] float32, of "fp8-static": x / input_scale is cast to fp8
+    # [N, ceil(K / 256)] float16, multiplied with the scales and the offsets, which are integers of
+    # 8 bits then; "int4" and "int8" only
+    super_scales: Tensor | None = None
+    super_offsets: Tensor | None = None  # with `super_scales` and `offsets`
 
     def __post_init__(self) -> None:
         rows, columns = self.shape
@@ -62,6 +67,10 @@ class PackedWeight:
         assert self.zeros is None or (self.kind in SYMMETRIC_ZERO and self.offsets is None)
         assert self.global_scale is None or self.global_scale.shape == (rows,)
         assert self.order is None or self.order.shape == (columns,)
+        for supers in (self.super_scales, self.super_offsets):
+            assert supers is None or supers.shape == (rows, -(-columns // SUPER))
+        assert self.super_scales is None or SUPER % self.group == 0
+        assert (self.super_offsets is None) == (self.super_scales is None or self.offsets is None)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -77,7 +86,8 @@ class PackedWeight:
         """All tensors that are not None."""
         fields = (
             *(self.values, self.scales, self.zeros, self.offsets),
-            *(self.global_scale, self.order, self.input_scale),
+            *(self.global_scale, self.order, self.input_scale, self.super_scales),
+            self.super_offsets,
         )
         return tuple(field for field in fields if field is not None)
 
@@ -117,6 +127,21 @@ class PackedWeight:
             zeros=cut(self.zeros),
             offsets=cut(self.offsets),
             global_scale=cut(self.global_scale),
+            super_scales=cut(self.super_scales),
+            super_offsets=cut(self.super_offsets),
+        )
+
+    def one_level(self) -> PackedWeight:
+        """The same numbers without super scales; scales and offsets are float32."""
+        if self.super_scales is None:
+            return self
+        every = slice(None)
+        return replace(
+            self,
+            scales=self._wide_scales(every).contiguous(),
+            offsets=None if self.offsets is None else self._wide_offsets(every).contiguous(),
+            super_scales=None,
+            super_offsets=None,
         )
 
     def by_rows(self) -> PackedWeight:
@@ -136,7 +161,7 @@ class PackedWeight:
             codes = codes - SYMMETRIC_ZERO[self.kind]
         numbers = codes * self._spread(wide)
         if self.offsets is not None:
-            numbers += self._spread(self.offsets[at].float())
+            numbers += self._spread(self._wide_offsets(at))
         if self.order is not None:
             ordered = torch.empty_like(numbers)
             ordered[:, self.order.long()] = numbers
@@ -160,10 +185,25 @@ class PackedWeight:
         else:
             rows = torch.arange(self.shape[0], device=self.device)[at]
             scales = scales[rows // self.row_group]
-        if scales.dtype == torch.uint8:
+        if self.kind == "fp4" and scales.dtype == torch.uint8:
             scales = scales.view(torch.float8_e8m0fnu)
         scales = scales.float()
+        if self.super_scales is not None:
+            return scales * self._by_group(self.super_scales[at])
         return scales if self.global_scale is None else scales * self.global_scale[at, None]
+
+    def _wide_offsets(self, at: slice | Tensor) -> Tensor:
+        """The offsets of rows `at` in float32, [n, ceil(K / group)]."""
+        assert self.offsets is not None
+        offsets = self.offsets[at].float()
+        if self.super_offsets is None:
+            return offsets
+        return offsets * self._by_group(self.super_offsets[at])
+
+    def _by_group(self, supers: Tensor) -> Tensor:
+        """Super scales [n, ceil(K / 256)] in float32, [n, ceil(K / group)]."""
+        wide = supers.float().repeat_interleave(SUPER // self.group, 1)
+        return wide[:, : self.scales.shape[1]]
 
     def _spread(self, grouped: Tensor) -> Tensor:
         """Repeat [n, ceil(K / group)] for each column of a group; broadcasts if one is enough."""
@@ -178,7 +218,9 @@ class PackedWeight:
         dtypes = (self.values.dtype, self.scales.dtype)
         present = tuple(
             None if field is None else field.dtype
-            for field in (self.zeros, self.offsets, self.global_scale, self.order)
+            for field in (
+                *(self.zeros, self.offsets, self.global_scale, self.order, self.super_scales),
+            )
         )
         return self.kind, self.columns, self.group, dtypes, present, self.activations
 
@@ -239,5 +281,7 @@ def concatenate(parts: Sequence[PackedWeight]) -> PackedWeight:
         zeros=joined("zeros"),
         offsets=joined("offsets"),
         global_scale=joined("global_scale"),
+        super_scales=joined("super_scales"),
+        super_offsets=joined("super_offsets"),
         input_scale=torch.stack(inputs).amax() if inputs else None,
     )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .packed import NIBBLES, PackedWeight, concatenate
+from .packed import NIBBLES, SUPER, PackedWeight, concatenate
 
 _BYTES = torch.uint8
 _GROUPS = (64, 32, 16)  # sizes that larger groups of columns can be split into
@@ -39,6 +39,8 @@ def _rows(weight: PackedWeight, start: int, stop: int) -> PackedWeight:
         zeros=cut(weight.zeros),
         offsets=cut(weight.offsets),
         global_scale=cut(weight.global_scale),
+        super_scales=cut(weight.super_scales),
+        super_offsets=cut(weight.super_offsets),
     )
 
 
@@ -59,6 +61,8 @@ def columns_of(weight: PackedWeight, start: int, stop: int) -> PackedWeight | No
         size = stop - start
         return replace(weight, values=values, columns=size, group=size)
     group, last = weight.group, stop == weight.columns
+    if start % SUPER or (stop % SUPER and not last):
+        weight = weight.one_level()
     if start % group or (stop % group and not last):
         shared = math.gcd(group, start, group if last else stop)
         group = next((size for size in _GROUPS if shared % size == 0 and size < group), 0)
@@ -66,10 +70,8 @@ def columns_of(weight: PackedWeight, start: int, stop: int) -> PackedWeight | No
             return None
         weight = _regrouped(weight.by_rows(), group)
 
-    def cut(tensor: Tensor | None) -> Tensor | None:
-        return (
-            None if tensor is None else tensor[:, start // group : -(-stop // group)].contiguous()
-        )
+    def cut(tensor: Tensor | None, size: int = group) -> Tensor | None:
+        return None if tensor is None else tensor[:, start // size : -(-stop // size)].contiguous()
 
     scales = cut(weight.scales)
     assert scales is not None
@@ -81,6 +83,8 @@ def columns_of(weight: PackedWeight, start: int, stop: int) -> PackedWeight | No
         group=min(group, stop - start),
         zeros=cut(weight.zeros),
         offsets=cut(weight.offsets),
+        super_scales=cut(weight.super_scales, SUPER),
+        super_offsets=cut(weight.super_offsets, SUPER),
     )
 
 
@@ -123,4 +127,6 @@ def with_empty_rows(weight: PackedWeight, num_rows: int) -> PackedWeight:
         zeros=fill(weight.zeros),
         offsets=fill(weight.offsets),
         global_scale=fill(weight.global_scale),
+        super_scales=fill(weight.super_scales),
+        super_offsets=fill(weight.super_offsets),
     )

@@ -20,6 +20,8 @@ def _row_fields(weight: Weight) -> dict[str, tuple[Tensor, int, int]]:
         "zeros": (int(tiled), 1),
         "offsets": (int(tiled), 1),
         "global_scale": (0, 1),
+        "super_scales": (int(tiled), 1),
+        "super_offsets": (int(tiled), 1),
     }
     found = {name: (getattr(weight, name), *where) for name, where in names.items()}
     return {name: field for name, field in found.items() if field[0] is not None}

@@ -40,6 +40,8 @@ class TiledWeight:
     order: Tensor | None = None  # [K] int32
     activations: Activations = "16bit"
     input_scale: Tensor | None = None  # [] float32
+    super_scales: Tensor | None = None  # [ceil(K / 256), N] float16
+    super_offsets: Tensor | None = None  # [ceil(K / 256), N] float16
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -63,8 +65,10 @@ class TiledWeight:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors that are not None."""
+        fields: tuple[Tensor | None, ...]
         fields = (self.words, self.scales, self.zeros, self.offsets, self.global_scale)
-        return tuple(t for t in (*fields, self.order, self.input_scale) if t is not None)
+        fields += (self.order, self.input_scale, self.super_scales, self.super_offsets)
+        return tuple(tensor for tensor in fields if tensor is not None)
 
     @property
     def nbytes(self) -> int:
@@ -86,6 +90,8 @@ class TiledWeight:
             order=self.order,
             activations=self.activations,
             input_scale=self.input_scale,
+            super_scales=None if self.super_scales is None else self.super_scales.T,
+            super_offsets=None if self.super_offsets is None else self.super_offsets.T,
         )
 
     def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -96,6 +102,7 @@ class TiledWeight:
         """The numbers of rows `ids` [n]: [n, K]."""
         at = ids.long()
         scales, zeros, offsets = self.scales, self.zeros, self.offsets
+        super_scales, super_offsets = self.super_scales, self.super_offsets
         scales = scales[at] if self.kind == "fp4" else scales[:, at // self.row_group]
         few = replace(
             self,
@@ -105,12 +112,15 @@ class TiledWeight:
             zeros=None if zeros is None else zeros[:, at],
             offsets=None if offsets is None else offsets[:, at],
             global_scale=None if self.global_scale is None else self.global_scale[at],
+            super_scales=None if super_scales is None else super_scales[:, at],
+            super_offsets=None if super_offsets is None else super_offsets[:, at],
         )
         return few.dequantise(dtype)
 
     def first_rows(self, count: int) -> TiledWeight:
         """The matrix of the first `count` rows; shares the memory of this one."""
         blocks = -(-count // self.row_group)
+        super_scales, super_offsets = self.super_scales, self.super_offsets
         return replace(
             self,
             words=self.words[:count],
@@ -118,6 +128,8 @@ class TiledWeight:
             zeros=None if self.zeros is None else self.zeros[:, :count],
             offsets=None if self.offsets is None else self.offsets[:, :count],
             global_scale=None if self.global_scale is None else self.global_scale[:count],
+            super_scales=None if super_scales is None else super_scales[:, :count],
+            super_offsets=None if super_offsets is None else super_offsets[:, :count],
         )
 
 
@@ -191,6 +203,7 @@ def tile(weight: PackedWeight) -> TiledWeight:
         words[start : start + step] = _words(piece, weight.kind, spans, width)
     scales = weight.scales if weight.kind == "fp4" else weight.scales.T
     zeros, offsets = weight.zeros, weight.offsets
+    super_scales, super_offsets = weight.super_scales, weight.super_offsets
     return TiledWeight(
         weight.kind,
         words,
@@ -204,6 +217,8 @@ def tile(weight: PackedWeight) -> TiledWeight:
         order=weight.order,
         activations=weight.activations,
         input_scale=weight.input_scale,
+        super_scales=None if super_scales is None else super_scales.T.contiguous(),
+        super_offsets=None if super_offsets is None else super_offsets.T.contiguous(),
     )
 
 

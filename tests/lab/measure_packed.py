@@ -60,13 +60,14 @@ FORMATS: dict[str, tuple[Kind, int, int, torch.dtype, bool]] = {
     "int4z": ("int4", 128, 1, torch.float16, True),
     "fp8b": ("fp8", 128, 128, torch.float32, False),
     "int8": ("int8", 0, 1, BF16, False),
-    "q4k": ("int4", 32, 1, torch.float32, False),
-    "q5k": ("int8", 32, 1, torch.float32, False),
-    "q6k": ("int8", 16, 1, torch.float32, False),
+    "q4k": ("int4", 32, 1, torch.uint8, False),
+    "q5k": ("int8", 32, 1, torch.uint8, False),
+    "q6k": ("int8", 16, 1, torch.int8, False),
     "mxfp4": ("fp4", 32, 1, torch.uint8, False),
     "nvfp4": ("fp4", 16, 1, torch.float8_e4m3fn, False),
 }
 WITH_OFFSETS = ("q4k", "q5k")  # GGUF's types with minima
+TWO_LEVELS = ("q4k", "q5k", "q6k")  # with super scales of 256 columns
 BONUS = 0.8  # microseconds that half a kernel less is worth
 HEAD_FORMATS, HEAD_ROWS = ("fp8", "int4"), (1, 16, 64)  # with a head, and all tiles
 # rows, block_k, warps, stages, norm, chunks in flight
@@ -130,7 +131,10 @@ def random_packed(name: str, shape: Shape, device: torch.device) -> PackedWeight
     else:
         values = torch.randint(0, 256, (rows, columns // 2), device=device, dtype=torch.uint8)
     spread = {"fp8": 1.0, "int8": 73.0, "int4": 4.6, "fp4": 3.0}[kind] * columns**0.5
-    if dtype == torch.uint8:
+    supers = (rows, -(-columns // 256))
+    if name in TWO_LEVELS:
+        scales = torch.randint(16, 48, grid, device=device).to(dtype)
+    elif dtype == torch.uint8:
         scales = torch.randint(117, 122, grid, device=device, dtype=torch.uint8)
     else:
         wide = torch.empty(grid, device=device).uniform_(0.5, 1.5)
@@ -138,8 +142,11 @@ def random_packed(name: str, shape: Shape, device: torch.device) -> PackedWeight
     fields: dict[str, Any] = {}
     if has_zeros:
         fields["zeros"] = torch.randint(0, 17, grid, device=device, dtype=torch.uint8)
+    if name in TWO_LEVELS:
+        fields["super_scales"] = torch.full(supers, 1 / spread / 32, device=device).half()
     if name in WITH_OFFSETS:
-        fields["offsets"] = torch.randn(grid, device=device) / columns**0.5
+        fields["offsets"] = torch.randint(0, 64, grid, device=device).to(dtype)
+        fields["super_offsets"] = torch.full(supers, -0.03 / columns**0.5, device=device).half()
     if name == "nvfp4":
         fields["global_scale"] = torch.full((rows,), 1 / spread, device=device)
     return PackedWeight(kind, values, scales, columns, group, row_group, **fields)
@@ -153,6 +160,8 @@ def copy_of(weight: TiledWeight) -> TiledWeight:
         scales=weight.scales.clone(),
         zeros=None if weight.zeros is None else weight.zeros.clone(),
         offsets=None if weight.offsets is None else weight.offsets.clone(),
+        super_scales=None if weight.super_scales is None else weight.super_scales.clone(),
+        super_offsets=None if weight.super_offsets is None else weight.super_offsets.clone(),
     )
 
 
@@ -213,7 +222,7 @@ def tile_on_meta(name: str, shape: Shape) -> TiledWeight:
     group = group or shape.inputs
     slices = 2 if kind in ("fp8", "int8") else 4
     grid = (-(-shape.outputs // row_group), -(-shape.inputs // group))
-    make = partial(torch.empty, device="meta")
+    make, supers = partial(torch.empty, device="meta"), (-(-shape.inputs // 256), shape.outputs)
     return TiledWeight(
         kind,
         make(shape.outputs, shape.inputs // slices, dtype=torch.int16),
@@ -222,7 +231,9 @@ def tile_on_meta(name: str, shape: Shape) -> TiledWeight:
         group,
         row_group,
         zeros=make(grid[::-1], dtype=torch.uint8) if has_zeros else None,
-        offsets=make(grid[::-1]) if name in WITH_OFFSETS else None,
+        offsets=make(grid[::-1], dtype=dtype) if name in WITH_OFFSETS else None,
+        super_scales=make(supers, dtype=torch.float16) if name in TWO_LEVELS else None,
+        super_offsets=make(supers, dtype=torch.float16) if name in WITH_OFFSETS else None,
         global_scale=make(shape.outputs) if name == "nvfp4" else None,
     )
 

@@ -28,7 +28,7 @@ from unittest.mock import patch
 
 import measure_packed
 import torch
-from chain_step import BF16, MAX_LEN, Step
+from chain_step import BF16, FUNCTIONS, MAX_LEN, Step, planned, without
 from chain_variants import MODELS
 from measure_chain import H200, Bench
 from shapes import FP8_ROWS, GPTQ
@@ -39,7 +39,7 @@ from slipstream.kernels import launch
 from slipstream.kernels.compile_ahead import ForkingExecutor, compiling_only, without_gpu
 from slipstream.kernels.linear.linear_choice import H100_WINNERS, Gemv, Shape, Skinny
 from slipstream.kernels.linear.linear_tuned import LinearChooser
-from slipstream.kernels.packed.choice import choose_packed
+from slipstream.kernels.packed.choice import _ONE_ROW, choose_packed
 from slipstream.kernels.packed.kinds import PackedChoice, Row
 from slipstream.kernels.packed.triton import packed_skinny
 from slipstream.runner.loading.dummy import load_random
@@ -47,6 +47,7 @@ from slipstream.runner.models.formats import packed as formats
 from slipstream.runner.models.registry import build_model
 
 LAYERS, CONTEXT = 6, 256
+SHAPES = {shape.role: shape for shape in measure_packed.SHAPES}
 TOLERANCE = 0.05  # relative error of hidden states after the chain
 QUANTISED: Mapping[str, dict[str, Any] | None] = {"bf16": None, "fp8": FP8_ROWS, "int4": GPTQ}
 Table = dict[str, Any]  # role -> choice, and "starts" -> parts that start the next kernel at once
@@ -109,7 +110,16 @@ ONE_ROW: Mapping[str, Mapping[str, list[PackedChoice]]] = {
     },
     "bf16": {},
 }
-EARLY = (0, 4, 8, 24, 32)  # MiB prefetched by a `Row`
+EARLY = (0, 2, 4, 8, 12, 24)  # MiB prefetched by a `Row`
+# Changes of the plan of attention.
+ATTENTION: tuple[dict[str, Any], ...] = (
+    {"last_sums": 4},
+    {"last_sums": 4, "splits": 8},
+    {"last_sums": 4, "splits": 4},
+    {"splits": 8},
+    {"splits": 4},
+    {"early": False},
+)
 HEIGHTS = (64, 128, 256)  # rows of a program in `many`
 # block_n, stages, warps
 TALL = ((64, 3, 4), (64, 4, 4), (128, 3, 8), (128, 2, 8), (64, 2, 4))
@@ -146,6 +156,7 @@ def using(step: Step, table: Table) -> Iterator[None]:
         if rows == 1 and choice is not None
     }
     with ExitStack() as stack:
+        stack.enter_context(planned(table.get("attention", {})))
         stack.enter_context(patch.object(formats, "choose_packed", choose))
         stack.enter_context(patch.object(launch, "STARTS_NEXT", frozenset(starts)))
         for module in step.model.modules():
@@ -193,20 +204,21 @@ class Search:
     def run(self) -> None:
         """Try everything once."""
         self.attempt()
-        for starts in STARTS[:2]:  # which change no product
-            self.attempt(starts=starts)
+        for changes in ATTENTION:
+            self.attempt(attention=changes)
         for role, choices in ONE_ROW[self.kind].items():
             for choice in choices:
                 self.attempt(**{role: choice})
         for starts in STARTS:
             self.attempt(starts=starts)
         for role in ("o", "gate_up", "down", "qkv"):
-            choice = self.best.get(role)
+            choice = self.best.get(role, _ONE_ROW.get((self.kind, SHAPES[role])))
             if isinstance(choice, Row):
                 for early in EARLY:
                     self.attempt(**{role: replace(choice, early=early)})
         if self.bench.is_dry:
             return
+        self.leave_out()
         with using(self.step, self.best):
             whole = self.bench.time([self.step.tokens])
         rest = whole - LAYERS * self.fastest
@@ -216,6 +228,18 @@ class Search:
             f"so {1e6 / step_us:.0f} tokens/s in 32 layers: {self.best}",
             flush=True,
         )
+
+    def leave_out(self) -> None:
+        """Print how much faster the chain is without each of its parts."""
+        saved: dict[str, float] = {}
+        with using(self.step, self.best):
+            for part in (*FUNCTIONS, "qkv", "o", "gate_up", "down"):
+                with without(part):
+                    self.step.hidden()  # makes the results that later calls reuse
+                    us = self.bench.time([self.step.hidden]) / LAYERS
+                    saved[part] = self.fastest - us
+        shown = "  ".join(f"{part} {us:.1f}" for part, us in saved.items())
+        print(f"{self.kind:5} us of a layer that a part costs: {shown}", flush=True)
 
 
 def one(bench: Bench, args: argparse.Namespace, deadline: float) -> None:
@@ -262,7 +286,7 @@ def many(bench: Bench, args: argparse.Namespace, deadline: float) -> None:
                 ]
                 choices += [None] if rounds else []
                 with (
-                    patch.object(packed_skinny, "_rounds", lambda _, own=rounds: own),
+                    patch.object(packed_skinny, "_rounds", lambda *_, own=rounds: own),
                     patch.object(measure_packed, "candidates", lambda *_, own=choices: iter(own)),
                 ):
                     if measurement is None:

@@ -29,6 +29,8 @@ def scale_arguments(weight: TiledWeight, filler: Tensor) -> dict[str, Any]:
         "num_groups": weight.scales.shape[1] if is_fp4 else weight.scales.shape[0],
         "stride": weight.scales.stride(0),
         "zero_stride": 0 if zeros is None else zeros.stride(0),
+        "super_scales": filler if weight.super_scales is None else weight.super_scales,
+        "super_offsets": filler if weight.super_offsets is None else weight.super_offsets,
         "KIND": KINDS[weight.kind],
         "GROUP": 1 << 30 if whole and not is_fp4 else weight.group,
         "ROW_GROUP": weight.row_group,

@@ -67,6 +67,8 @@ def _packed_experts_kernel(
     num_groups,
     stride,  # of `scales`
     zero_stride,
+    super_scales,  # [ceil(K / 256), rows of `scales`], if `scales` are integers
+    super_offsets,
     TOP_K: tl.constexpr,
     SPLITS: tl.constexpr,  # programs that share the rows of an expert
     ONE_ROW: tl.constexpr,
@@ -104,7 +106,7 @@ def _packed_experts_kernel(
     first_row = expert * (HALVES * N) + n_start
     row_n = first_row + tl.arange(0, BLOCK_N)
     inside_n = n < N
-    sizes = stride, zero_stride, num_groups
+    sizes = stride, zero_stride, num_groups, super_scales, super_offsets
     for first in range(begin, count, SPLITS * BLOCK_M):
         rows, pair, valid = rows_of(
             x, order, candidate, first, count, most, K, BLOCK_M, TOP_K, GATED, ONE_ROW

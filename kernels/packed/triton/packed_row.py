@@ -293,7 +293,7 @@ def multiply(
         num_words=weight.words.shape[1],
         part_columns=part_columns,
         split_k=split_k,
-        **scale_arguments(weight, x),
+        **_scales_of(weight, x),
         BLOCK_N=choice.block_n,
         BLOCK_M=block_m,
         SPANS=choice.spans,
@@ -314,6 +314,12 @@ def multiply(
         **options,
     )
     return out
+
+
+def _scales_of(weight: TiledWeight, filler: Tensor) -> dict[str, object]:
+    """The arguments for scales; groups that have super scales are smaller than a slice of 64."""
+    arguments = scale_arguments(weight, filler)
+    return {name: arguments[name] for name in arguments if not name.startswith("super")}
 
 
 def _early_lines(weight: TiledWeight, columns: int, early: int) -> int:

@@ -81,6 +81,8 @@ def _packed_kernel(
     num_groups,
     stride,  # of `scales`
     zero_stride,
+    super_scales,  # [ceil(K / 256), rows of `scales`], if `scales` are integers
+    super_offsets,
     span,  # columns of one part, a multiple of WIDTH * SLICES
     split_k,  # number of parts
     BLOCK_N: tl.constexpr,
@@ -127,7 +129,7 @@ def _packed_kernel(
         fetch_early(words + at)
         if MODE == 2:
             fetch_early(words + num_outputs * num_words + at)
-    sizes = stride, zero_stride, num_groups
+    sizes = stride, zero_stride, num_groups, super_scales, super_offsets
     s, z = factors_of(
         scales, zeros, sizes, k_start, n, is_row, KIND, GROUPS, GROUP, ROW_GROUP, ZEROS
     )
@@ -218,9 +220,10 @@ def _packed_kernel(
         tl.store(out + at, acc.to(DTYPE), mask=inside)
 
 
-def _rounds(choice: Skinny) -> bool:
-    """Whether the registers of a program lack room for a second set of sums."""
-    return choice.block_m >= 128
+def _rounds(choice: Skinny, mode: int) -> bool:
+    """Whether the registers of a program lack room for one more set of sums."""
+    sums = choice.block_m * choice.block_n // (32 * choice.num_warps)  # of a thread
+    return sums * (2 if mode == GATE_UP else 1) > 64
 
 
 def multiply(
@@ -290,7 +293,7 @@ def multiply(
         TMA=tma,
         EARLY=early,
         DTYPE=_TRITON_DTYPES[x.dtype],
-        ROUND=_rounds(choice),
+        ROUND=_rounds(choice, mode),
         ASSEMBLY=not x.is_cpu,
         num_warps=choice.num_warps,
         num_stages=choice.stages,

@@ -33,6 +33,16 @@ def of_span(
 
 
 @triton.jit
+def _times_super(vectors, supers, stride, k, n, inside):
+    """A tuple of 4 times the super scale or offset of the 256 columns around k, in float32."""
+    factor = tl.load(supers + k // 256 * stride + n, mask=inside, other=0).to(tl.float32)
+    products = ()
+    for i in tl.static_range(4):
+        products += (vectors[i].to(tl.float32) * factor,)
+    return products
+
+
+@triton.jit
 def fp4_scales(
     scales,  # [N, groups] uint8
     stride,
@@ -56,7 +66,7 @@ def fp4_scales(
 def factors_of(
     scales,
     zeros,
-    sizes,  # stride of `scales`, stride of `zeros`, number of groups
+    sizes,  # stride of `scales`, stride of `zeros`, number of groups, super scales and offsets
     k,
     n,
     inside,
@@ -66,7 +76,12 @@ def factors_of(
     ROW_GROUP: tl.constexpr,
     ZEROS: tl.constexpr,
 ):
-    """The scales and the zeros or offsets of the span from column k, each a tuple of 4."""
+    """The scales and the zeros or offsets of the span from column k, each a tuple of 4.
+
+    Scales that are integers of 8 bits are multiplied by super scales [ceil(K / 256), N], and so are
+    offsets.
+    """
+    SUPER: tl.constexpr = KIND != 3 and scales.dtype.element_ty.primitive_bitwidth == 8
     stride, zero_stride, num_groups = sizes[0], sizes[1], sizes[2]
     s = inside, inside, inside, inside
     z = s
@@ -74,9 +89,13 @@ def factors_of(
         s = fp4_scales(scales, stride, k, n, inside, num_groups, GROUP)
     elif GROUPS > 0:
         s = of_span(scales, stride, k, n, inside, num_groups, GROUPS, GROUP, ROW_GROUP)
+        if SUPER:
+            s = _times_super(s, sizes[3], stride, k, n, inside & (k // GROUP < num_groups))
     if ZEROS:
         COUNT: tl.constexpr = GROUPS if GROUPS > 0 else 1
         z = of_span(zeros, zero_stride, k, n, inside, num_groups, COUNT, GROUP, 1)
+        if SUPER and ZEROS == 2:
+            z = _times_super(z, sizes[4], stride, k, n, inside & (k // GROUP < num_groups))
     return s, z
 
 

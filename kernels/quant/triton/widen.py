@@ -20,6 +20,8 @@ def _widen_kernel(
     scales,  # [groups, N / ROW_GROUP]; of "fp4" [N, groups] uint8
     zeros,  # [groups, N] uint8, or offsets [groups, N]
     global_scale,  # [N] float32
+    super_scales,  # [ceil(K / 256), N], if `scales` are integers
+    super_offsets,
     ids,  # [R], if IDS
     out,  # [R, K]
     num_rows,  # R = N, or the number of `ids`
@@ -38,6 +40,7 @@ def _widen_kernel(
     E8M0: tl.constexpr,
     ZEROS: tl.constexpr,  # 0 = none, 1 = zeros, 2 = offsets
     GLOBAL: tl.constexpr,
+    SUPER: tl.constexpr,
     IDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -63,6 +66,9 @@ def _widen_kernel(
             else:
                 s = s.to(tl.float8e4nv, bitcast=True).to(tl.float32)
         s = s.to(tl.float32)
+        if SUPER:
+            of_super = column[None, :] // 256 * group_stride + n[:, None] * row_stride
+            s *= tl.load(super_scales + of_super, mask=inside, other=0).to(tl.float32)
         if GLOBAL:
             s *= tl.load(global_scale + n, mask=is_row, other=0.0)[:, None]
         number = plain_numbers(packed, i, KIND)
@@ -70,6 +76,9 @@ def _widen_kernel(
         if ZEROS:
             at = group[None, :] * zero_stride + n[:, None]
             zero = tl.load(zeros + at, mask=inside, other=0).to(tl.float32)
+            if SUPER and ZEROS == 2:
+                of_super = column[None, :] // 256 * group_stride + n[:, None] * row_stride
+                zero *= tl.load(super_offsets + of_super, mask=inside, other=0).to(tl.float32)
         if ZEROS == 1:
             number -= zero
         elif ZEROS == 0 and KIND == 2:
@@ -99,6 +108,8 @@ def widen(weight: TiledWeight, dtype: torch.dtype, ids: Tensor | None = None) ->
         scales.view(torch.uint8) if is_fp4 else scales,
         out if zeros is None else zeros,
         out if factors is None else factors,
+        out if weight.super_scales is None else weight.super_scales,
+        out if weight.super_offsets is None else weight.super_offsets,
         out if ids is None else ids.contiguous(),
         out,
         rows,
@@ -116,6 +127,7 @@ def widen(weight: TiledWeight, dtype: torch.dtype, ids: Tensor | None = None) ->
         E8M0=scales.dtype == torch.uint8,
         ZEROS=mode,
         GLOBAL=factors is not None,
+        SUPER=weight.super_scales is not None,
         IDS=ids is not None,
         num_warps=8,
         **pdl_options(weight.words),

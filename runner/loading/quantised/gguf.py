@@ -1,7 +1,7 @@
 """Turns GGUF's quantised rows into packed weights, with the same numbers bit for bit.
 
 4-bit types keep 4 bits a number. 5- and 6-bit types become 8-bit integers, which costs memory but
-no value. The K types have two levels of scales, whose products need float32.
+no value. The K types keep two levels of scales: one of 8 bits a group, and one for 256 columns.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from ....kernels.quant.packed import PackedWeight
 from .codes import pack_nibbles, split_last
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# (codes [N, B, block], scales [N, B, groups], offsets of the same shape or None)
-_Read = tuple[Tensor, Tensor, Tensor | None]
+# (codes [N, B, block], scales [N, B, groups], offsets of the same shape or None); of the K types
+# then come the super scales and super offsets, [N, B, 1]
+_Read = tuple[Tensor, Tensor, Tensor | None] | tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]
 
 
 def packed_rows(rows: StoredRows, device: torch.device) -> PackedWeight | Tensor:
@@ -47,7 +48,7 @@ def _packed(type: WeightType, shape: tuple[int, int], data: Tensor) -> PackedWei
     if type.name == "MXFP4":  # its scale, 2 ** (e - 127), comes first
         codes = pack_nibbles(_nibbles(blocks, 1).reshape(count, columns))
         return PackedWeight("fp4", codes, blocks[..., 0].contiguous(), columns, 32)
-    codes, scales, offsets = _READERS[type.name](blocks)
+    codes, scales, offsets, *supers = _READERS[type.name](blocks)
     group = type.block_size // scales.shape[-1]
     codes = codes.reshape(count, columns)
     is_int8 = codes.dtype == torch.int8
@@ -58,6 +59,8 @@ def _packed(type: WeightType, shape: tuple[int, int], data: Tensor) -> PackedWei
         columns,
         group,
         offsets=None if offsets is None else offsets.reshape(count, -1).contiguous(),
+        super_scales=supers[0].reshape(count, -1) if supers else None,
+        super_offsets=supers[1].reshape(count, -1) if supers and offsets is not None else None,
     )
 
 
@@ -105,15 +108,16 @@ def _q8_0(blocks: Tensor) -> _Read:
     return blocks[..., 2:].contiguous().view(torch.int8), _half(blocks, 0), None
 
 
-def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and offsets of the eight groups of 32 in a block of Q4_K or Q5_K: [N, B, 8] fp32.
+def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Scales and offsets of the eight groups of 32 in a block of Q4_K or Q5_K: [N, B, 8] uint8,
+    and those of the block. A minimum is subtracted, so the block's offset is negative.
 
     12 bytes hold two 6-bit numbers a group: whole for the first four, in pieces for the others.
     """
     low, high, rest = split_last(blocks[..., 4:16], 3, 4).unbind(-2)
     factors = torch.cat((low & 63, rest & 15 | low >> 2 & 48), -1)
     minima = torch.cat((high & 63, rest >> 4 | high >> 2 & 48), -1)
-    return _half(blocks, 0).float() * factors, -(_half(blocks, 2).float() * minima)
+    return factors, minima, _half(blocks, 0), -_half(blocks, 2)
 
 
 def _k_nibbles(stored: Tensor) -> Tensor:
@@ -139,7 +143,8 @@ def _q6_k(blocks: Tensor) -> _Read:
     high = (quads >> _shifts(blocks, 4, 2).view(4, 1) & 3).flatten(-3)
     codes = (low | high << 4).view(torch.int8) - 32
     factors = blocks[..., 192:208].contiguous().view(torch.int8)
-    return codes, _half(blocks, 208).float() * factors, None
+    scale = _half(blocks, 208)
+    return codes, factors, None, scale, scale
 
 
 _READERS: dict[str, Callable[[Tensor], _Read]] = {

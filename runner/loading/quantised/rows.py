@@ -25,6 +25,7 @@ def stored_rows_of(weight: PackedWeight) -> StoredRows | None:
         return None
     if weight.order is not None or (weight.kind == "int8" and weight.zeros is not None):
         return None
+    weight = weight.one_level()
     scales = _exact_half(weight.scales)
     offsets = None if weight.offsets is None else _exact_half(weight.offsets)
     if weight.zeros is not None:

@@ -60,7 +60,7 @@ CASES = [
 KEPT = [
     ("fp8 blocks", 2, 3, 2, False),
     ("int4 64 zeros", 1, 3, 2, True),
-    ("int4 32 offsets", 2, 3, 2, False),
+    ("int4 32 super", 2, 3, 2, False),
     ("nvfp4", 2, 3, 2, False),
 ]
 

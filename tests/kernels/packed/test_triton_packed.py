@@ -38,7 +38,8 @@ KEPT = [
     ("int4 128", "plain", 3, 328, True),
     ("int4 64 zeros", "gated", 3, 328, True),
     ("int4 32 offsets", "gated", 3, 328, True),
-    ("int8 16", "plain", 3, 128, False),
+    ("int4 32 super", "gated", 3, 328, True),
+    ("int8 16 super", "plain", 3, 128, False),
     ("int8 32 offsets", "parts", 3, 328, True),
     ("mxfp4", "plain", 3, 128, False),
     ("nvfp4", "parts", 3, 328, True),
@@ -204,7 +205,7 @@ def test_the_public_functions_pick_kernels_and_keep_the_order_of_columns(
 
 
 @pytest.mark.parametrize(
-    "name", some(FORMATS, kept=["fp8 blocks", "int4 64 zeros", "int4 32 offsets"])
+    "name", some(FORMATS, kept=["fp8 blocks", "int4 64 zeros", "int4 32 super"])
 )
 def test_many_rows_use_a_copy_with_every_number(name: str) -> None:
     from slipstream.kernels.quant.triton.widen import widen

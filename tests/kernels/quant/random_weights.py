@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.nn import functional
 
-from slipstream.kernels.quant.packed import PackedWeight
+from slipstream.kernels.quant.packed import SUPER, PackedWeight
 
 FORMATS: dict[str, dict[str, Any]] = {  # a group of 0 is a whole row
     "fp8 rows": {"kind": "fp8"},
@@ -21,9 +23,36 @@ FORMATS: dict[str, dict[str, Any]] = {  # a group of 0 is a whole row
     "int4 32 offsets": {"kind": "int4", "group": 32, "dtype": torch.float16, "offsets": True},
     "int8 16": {"kind": "int8", "group": 16},
     "int8 32 offsets": {"kind": "int8", "group": 32, "dtype": torch.float16, "offsets": True},
+    "int4 32 super": {"kind": "int4", "group": 32, "super": torch.uint8, "offsets": True},
+    "int8 32 super": {"kind": "int8", "group": 32, "super": torch.uint8, "offsets": True},
+    "int8 16 super": {"kind": "int8", "group": 16, "super": torch.int8},
     "mxfp4": {"kind": "fp4", "group": 32, "dtype": torch.uint8},
     "nvfp4": {"kind": "fp4", "group": 16, "dtype": torch.float8_e4m3fn},
 }
+
+
+def _two_levels(weight: PackedWeight, dtype: torch.dtype) -> PackedWeight:
+    """A weight whose scales and offsets are rounded to integers of 8 bits times super scales."""
+
+    def split(numbers: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        count = SUPER // weight.group
+        padded = functional.pad(numbers, (0, -numbers.shape[1] % count))
+        blocks = padded.view(numbers.shape[0], -1, count)
+        supers = (blocks.abs().amax(-1) / 63).half()
+        codes = (blocks / supers.float().unsqueeze(-1)).round()
+        return codes.flatten(1)[:, : numbers.shape[1]].contiguous().to(dtype), supers
+
+    scales, super_scales = split(weight.scales, dtype)
+    if weight.offsets is None:
+        return replace(weight, scales=scales, super_scales=super_scales)
+    offsets, super_offsets = split(weight.offsets.abs(), torch.uint8)
+    return replace(
+        weight,
+        scales=scales,
+        offsets=offsets,
+        super_scales=super_scales,
+        super_offsets=-super_offsets,
+    )
 
 
 def random_weight(
@@ -61,6 +90,10 @@ def random_weight(
     if made.get("offsets"):
         wide = torch.empty(grid, device=device).normal_(generator=generator)
         offsets = (wide * columns**-0.5).to(dtype)
+    if made.get("super"):  # as GGUF's K types
+        return _two_levels(
+            PackedWeight(kind, values, factors, columns, group, offsets=offsets), made["super"]
+        )
     return PackedWeight(
         *(kind, values, scales, columns, group, row_group, zeros, offsets, global_scale)
     )

@@ -44,6 +44,13 @@ def random_weight(case: str, rows: int, columns: int, seed: int = 0) -> PackedWe
         fields["zeros"] = torch.from_numpy(rng.integers(0, 17, grid, dtype=np.uint8))
     if made.get("offsets"):
         fields["offsets"] = torch.from_numpy(rng.normal(size=grid)).to(scales.dtype)
+    if made.get("super"):
+        blocks = (rows, -(-columns // 256))
+        scales = torch.from_numpy(rng.integers(0, 64, grid)).to(made["super"])
+        fields["super_scales"] = torch.from_numpy(rng.uniform(0.5, 2, blocks)).half()
+        if made.get("offsets"):
+            fields["offsets"] = torch.from_numpy(rng.integers(0, 64, grid)).to(torch.uint8)
+            fields["super_offsets"] = torch.from_numpy(-rng.uniform(0.5, 2, blocks)).half()
     if made.get("global"):
         fields["global_scale"] = torch.from_numpy(rng.uniform(0.5, 2, rows).astype(np.float32))
     if made.get("order"):
@@ -57,6 +64,8 @@ CASES: dict[str, dict[str, Any]] = {
     "int8 rows": {"kind": "int8"},
     "int8 groups": {"kind": "int8", "group": 16, "offsets": True},
     "int4 offsets": {"kind": "int4", "group": 32, "offsets": True},
+    "int4 super": {"kind": "int4", "group": 32, "super": torch.uint8, "offsets": True},
+    "int8 super": {"kind": "int8", "group": 16, "super": torch.int8},
     "int4": {"kind": "int4", "group": 32, "dtype": torch.float16},
     "int4 zeros and order": {"kind": "int4", "group": 32, "zeros": True, "order": True},
     "mxfp4": {"kind": "fp4", "group": 32, "e8m0": True},
@@ -70,7 +79,7 @@ def numbers(weight: PackedWeight) -> np.ndarray[Any, Any]:
     out = np.empty((rows, columns), np.float32)
     plain = weight.values.float().numpy()
     scales = weight.scales
-    if scales.dtype == torch.uint8:
+    if weight.kind == "fp4" and scales.dtype == torch.uint8:
         wide = 2.0 ** (scales.numpy().astype(np.float64) - 127)
     else:
         wide = scales.float().numpy()
@@ -78,6 +87,8 @@ def numbers(weight: PackedWeight) -> np.ndarray[Any, Any]:
         for column in range(columns):
             group = column // weight.group
             scale = np.float32(wide[row // weight.row_group, group])
+            if weight.super_scales is not None:
+                scale *= np.float32(weight.super_scales[row, column // 256])
             number: float
             if weight.kind in ("int4", "fp4"):
                 code = int(plain[row, column // 2]) >> (4 * (column % 2)) & 15
@@ -91,14 +102,17 @@ def numbers(weight: PackedWeight) -> np.ndarray[Any, Any]:
                 scale *= np.float32(weight.global_scale[row])
             value = np.float32(number) * scale
             if weight.offsets is not None:
-                value += np.float32(weight.offsets[row, group])
+                offset = np.float32(weight.offsets[row, group])
+                if weight.super_offsets is not None:
+                    offset *= np.float32(weight.super_offsets[row, column // 256])
+                value += offset
             place = column if weight.order is None else int(weight.order[column])
             out[row, place] = value
     return out
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("shape", [(1, 1), (5, 129), (131, 64)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (5, 129), (131, 64), (3, 520)], ids=str)
 def test_numbers_are_exact(case: str, shape: tuple[int, int]) -> None:
     weight = random_weight(case, *shape)
     expected = torch.from_numpy(numbers(weight))
@@ -108,6 +122,7 @@ def test_numbers_are_exact(case: str, shape: tuple[int, int]) -> None:
     assert torch.equal(weight.rows(ids), expected[ids.long()])
     assert torch.equal(weight.first_rows(1).dequantise(), expected[:1])
     assert torch.equal(weight.by_rows().dequantise(), expected)
+    assert torch.equal(weight.one_level().dequantise(), expected)
     assert weight.nbytes == sum(tensor.nbytes for tensor in weight.tensors)
 
 

@@ -12,6 +12,9 @@ from gguf.quants import dequantize
 
 from slipstream.kernels.cpu.formats import STORED_TYPES
 from slipstream.kernels.quant.packed import PackedWeight
+from slipstream.kernels.quant.part import columns_of, rows_of, with_empty_rows
+from slipstream.kernels.quant.stack import empty_stack, fill_rows
+from slipstream.kernels.quant.tiled import tile
 from slipstream.runner.loading.gguf_values import values_of
 from slipstream.runner.loading.quantised import delivery
 from slipstream.runner.loading.quantised.delivery import fitting
@@ -39,6 +42,34 @@ def test_numbers_are_exact(name: str) -> None:
     outline = packed_rows(rows, META)
     assert isinstance(outline, PackedWeight) and outline.nbytes == weight.nbytes
     assert all(tensor.is_contiguous() for tensor in weight.tensors)
+
+
+@pytest.mark.parametrize(("name", "bits"), [("Q4_K", 4.625), ("Q5_K", 8.625), ("Q6_K", 8.5625)])
+def test_scales_of_two_levels_stay_so(name: str, bits: float) -> None:
+    """A group has 8 bits for each of its numbers, and a block of 256 columns 16."""
+    weight = packed_rows(random_rows(name, 12, 1024), CPU)
+    assert isinstance(weight, PackedWeight) and weight.nbytes == 12 * 1024 * bits / 8
+    tiled = tile(weight)
+    assert tiled.nbytes == weight.nbytes and tiled.super_scales is not None
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K"])
+def test_parts_of_two_level_scales_are_exact(name: str) -> None:
+    weight = packed_rows(random_rows(name, 12, 1024), CPU)
+    assert isinstance(weight, PackedWeight)
+    numbers = weight.dequantise()
+    for start, stop in ((0, 512), (512, 1024), (128, 384)):  # the last cuts blocks of 256
+        part = columns_of(weight, start, stop)
+        assert part is not None and torch.equal(part.dequantise(), numbers[:, start:stop])
+        assert (part.super_scales is None) == bool(start % 256)
+    rows = rows_of(weight, [(0, 5), (7, 12)])
+    assert torch.equal(rows.dequantise(), torch.cat((numbers[:5], numbers[7:])))
+    filled = with_empty_rows(rows, 16).dequantise()
+    assert torch.equal(filled[:10], rows.dequantise()) and not filled[10:].any()
+    stack = empty_stack(tile(rows), 20)
+    for start in (0, 10):
+        fill_rows(stack, start, tile(rows))
+    assert torch.equal(stack.dequantise(), torch.cat((rows.dequantise(), rows.dequantise())))
 
 
 @pytest.mark.parametrize("name", ["F16", "BF16", "F32"])
