@@ -41,8 +41,10 @@ class Transfer:
         return sum(self.received)
 
     def send(self, x: Tensor) -> Tensor:
-        """The rows from all ranks, in order of ranks: [M, n] -> [T, n]."""
-        return self.communicator.all_to_all(x[self.rows], self.received, self.sent)
+        """The rows from all ranks, in order of ranks: bytes [M, n] -> [T, n]."""
+        by_word = x.view(torch.int32) if x.shape[1] % 4 == 0 else x  # words are copied faster
+        own = by_word[self.rows].view(x.dtype)
+        return self.communicator.all_to_all(own, self.received, self.sent)
 
     def sum_back(self, parts: Tensor, num_rows: int) -> Tensor:
         """Return what was computed for the received rows, and add up what the ranks return for

@@ -141,11 +141,12 @@ def test_sparse_attention_launches_no_kernel_after_the_start(
 
 @needs_triton
 @pytest.mark.slow
+@pytest.mark.parametrize("case", ["engines", "exchange"])
 def test_engines_that_share_experts_launch_no_kernel_after_the_start(
-    run_script: Script, tmp_path: Path
+    case: str, run_script: Script, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V32))
-    output = run_script("dry_launches.py", str(tmp_path), "", "engines", "few")
+    output = run_script("dry_launches.py", str(tmp_path), "", case, "few")
     found = json.loads(output.splitlines()[-1])
     assert found["later"] == found["early"] == [] and found["started"] >= 80
 

@@ -1,10 +1,10 @@
 """Prints the kernels that a start on an H100 would compile, and those that later steps would add.
 
 Usage: `dry_launches.py MODEL DRAFTER CASE [few]`, where CASE is alone, drafting, eager, fp8,
-invariant, mtp, ranks or engines; fp8 is drafting with an fp8 KV cache, invariant with
-`--batch-invariant`, mtp with the model's own module, ranks on two GPUs, and engines is mtp on two
-engines that share experts. With `few`, each sampling option is combined with one way to draw
-instead of three.
+invariant, mtp, ranks, engines or exchange; fp8 is drafting with an fp8 KV cache, invariant with
+`--batch-invariant`, mtp with the model's own module, ranks on two GPUs, engines is mtp on two
+engines that share experts, and exchange the same with `--all2all-backend all_to_all`. With `few`,
+each sampling option is combined with one way to draw instead of three.
 `test_compile_ahead.py` runs it in a process of its own, since Triton decides at import whether it
 compiles or interprets. Nothing is compiled; the script only counts the specializations of each
 kernel.
@@ -196,6 +196,7 @@ def launches(
     kv_cache_dtype: str = "auto",
     ranks: int = 1,
     engines: int = 1,
+    backend: str = "allgather_reducescatter",
     batch_invariant: bool = False,
 ) -> dict[str, Any]:
     """Count the specializations of a dry start; list those that a real start meets in an earlier
@@ -215,7 +216,9 @@ def launches(
         cache=CacheConfig(kv_cache_dtype=kv_cache_dtype),
         scheduler=scheduler,
         speculative=speculative,
-        parallel=ParallelConfig(ranks, engines, enable_expert_parallel=engines > 1),
+        parallel=ParallelConfig(
+            ranks, engines, enable_expert_parallel=engines > 1, all2all_backend=backend
+        ),
         # Other linear kernels in every bucket of rows, and sizes that are not powers of two.
         graph=GraphConfig(
             linear_backend="triton",
@@ -256,15 +259,17 @@ def launches(
 
 def main(model: str, drafter: str, case: str, extent: str = "all") -> None:
     """Print a line of JSON for the model alone, with the drafter, or with it and without graphs."""
+    sharing = ("engines", "exchange")
     with without_gpu(H100):
         found = launches(
             model,
-            {"alone": None, "mtp": "mtp", "engines": "mtp"}.get(case, drafter),
+            None if case == "alone" else "mtp" if case in ("mtp", *sharing) else drafter,
             case == "eager",
             extent == "few",
             "fp8" if case == "fp8" else "auto",
             2 if case == "ranks" else 1,
-            2 if case == "engines" else 1,
+            2 if case in sharing else 1,
+            "all_to_all" if case == "exchange" else "allgather_reducescatter",
             case == "invariant",
         )
         print(json.dumps(found))

@@ -24,9 +24,13 @@ from slipstream.runner.loading.safetensors_weights import SafetensorsCheckpoint
 from slipstream.runner.loading.weights import load_weights, resolve_model
 from slipstream.runner.models.registry import build_model
 from slipstream.runner.models.rotary import inverse_frequencies, rope_parameters
+from slipstream.runner.parallel.collectives import Collectives
+from slipstream.runner.parallel.expert_loads import find_loads
+from slipstream.runner.parallel.experts import ExpertRanks, RowExchange, padded_counts
 from slipstream.runner.parallel.ranks import Ranks
 
 from ..model_harness import CPU, Sequences, assert_equals_transformers, load
+from ..parallel.gloo import on_gloo
 from ..parallel.threads import on_ranks
 
 YARN = {
@@ -195,6 +199,33 @@ def test_ranks_read_and_hold_whole_experts(mxfp4: bool, tmp_path: Path) -> None:
         assert (read, is_packed, count) == (total // 2, mxfp4, 2)
         for ours, theirs in zip(logits, expected, strict=True):
             torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("all_to_all", [False, True])
+def test_engines_share_experts_in_mxfp4(all_to_all: bool, tmp_path: Path) -> None:
+    """Two engines with different numbers of rows, and the loads of the experts of each."""
+    make_oracle(tmp_path, mxfp4=True)
+    rows = [[(0, [5, 9, 33]), (1, [71])], [(0, [12])]]  # of each engine
+    whole = load(tmp_path)
+    expected = [Sequences(whole, 2, 8).step(own)[0] for own in rows]
+    resolved = resolve_model(ModelConfig(model=str(tmp_path)))
+
+    def run(rank: int, collectives: Collectives) -> tuple[list[Tensor], list[Tensor]]:
+        exchange = RowExchange(collectives, 2, CPU, all_to_all)
+        experts = ExpertRanks(rank, 2, exchange, rank)
+        model = build_model(resolved.hf_config, CPU, torch.float32, packed=True, experts=experts)
+        load_weights(model, resolved)
+        exchange.begin_step(4, 4, padded_counts([4, 1], [4, 1]), has_graphs=False)
+        logits = Sequences(model, 2, 8).step(rows[rank])[0]
+        found = find_loads(model)
+        assert found is not None
+        return logits, found._layers
+
+    (first, own), (second, others) = on_gloo([range(2)], run)
+    for ours, theirs in zip((*first, *second), (*expected[0], *expected[1]), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
+    for one, other in zip(own, others, strict=True):  # two of four experts for each of five rows
+        assert one[0] == other[1:].sum() and other[0] == one[1:].sum() and one.sum() == 2 * 5
 
 
 def test_windows_alternate_and_every_layer_has_sinks(tmp_path: Path) -> None:
