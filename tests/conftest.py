@@ -32,54 +32,74 @@ with contextlib.suppress(ImportError):  # a GPU machine may do without it
     settings.register_profile("long", max_examples=1000, deadline=None)
     settings.load_profile("ci")
 
-SERVERS = ("end_to_end", "reliability")
-# Folders of `tests` that `make test` gives to the first of its two processes. The second process
-# has the others, and alone imports transformers. Both halves take about the same time.
-FIRST_HALF = (*SERVERS, "server", "configs", "deployment")
-FIRST_FILES = ("kernels/test_compile_ahead.py",)  # which the first process has of other folders
+# What each of the processes of `make test` runs: folders and files of `tests`. The last process has
+# all others, and is the only one that imports transformers for most of its tests. The first waits
+# for servers for half of its time, so that three processes keep two cores busy. The other two
+# take about the same time.
+PARTS = (
+    ("end_to_end", "reliability"),
+    ("server", "configs", "deployment", "kernels", "gpu"),
+)
+PROCESSES = len(PARTS) + 1
+# So much do the others give way to the servers, whose tests measure times.
+NICENESS = 3
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let the processes that start no shared servers give way to the one that does."""
+    part = part_of_this_process(config)
+    if part:
+        os.nice(NICENESS)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With two processes, let each run what it has collected: see `pytest_ignore_collect`."""
-    if config.getoption("dist") != "loadgroup" or config.getoption("numprocesses") != 2:
+    """With three processes, let each run what it has collected: see `pytest_ignore_collect`."""
+    if config.getoption("dist") != "loadgroup" or config.getoption("numprocesses") != PROCESSES:
         return None
     from xdist.scheduler import EachScheduling
 
-    class Halves(EachScheduling):
+    class Parts(EachScheduling):
         def schedule(self) -> None:
-            # xdist expects the same tests in both and would show a progress of up to 200 %
+            # xdist expects the same tests in all and would show a progress of up to 300 %
             session = config.pluginmanager.get_plugin("dsession")._session
             session.testscollected = sum(map(len, self.node2collection.values()))
             super().schedule()
 
-    return Halves(config, log)
+    return Parts(config, log)
+
+
+def part_of_this_process(config: pytest.Config) -> int | None:
+    """The place of this process in `PARTS`, None unless there are as many processes as parts."""
+    workers = getattr(config, "workerinput", None)
+    if workers is None or workers["workercount"] != PROCESSES:
+        return None
+    return int(workers["workerid"].removeprefix("gw"))
+
+
+def part_of(name: str) -> int:
+    """The part that has this file or folder, a path relative to `tests`."""
+    names = {name, name.split("/")[0]}
+    return next((i for i, part in enumerate(PARTS) if names & set(part)), len(PARTS))
 
 
 def is_for_another(path: Path, config: pytest.Config) -> bool:
-    """Whether the other one of two processes runs the tests of this file or folder."""
-    workers = getattr(config, "workerinput", None)
-    if workers is None or workers["workercount"] != 2:
-        return False
+    """Whether another process runs the tests of this file or folder."""
+    part = part_of_this_process(config)
     name = path.relative_to(Path(__file__).parent).as_posix()
-    if name == "." or any(file.startswith(f"{name}/") for file in FIRST_FILES):
-        return False
-    is_first = name.split("/")[0] in FIRST_HALF or name in FIRST_FILES
-    return is_first != (workers["workerid"] == "gw0")
+    return part is not None and name != "." and part_of(name) != part
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Split the tests between two processes, since collecting all in both would take long."""
+    """Split the tests between the processes, since collecting all in each would take long."""
     return True if is_for_another(collection_path, config) else None  # None: pytest decides
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With xdist, start the tests of real servers first, because they take longest."""
+    """Leave out what other processes run."""
     if hasattr(config, "workerinput"):
         # pytest asks `pytest_ignore_collect` for no path of its command line
         items[:] = [item for item in items if not is_for_another(item.path, config)]
-        folders = tuple(f"tests/{folder}/" for folder in SERVERS)
-        items.sort(key=lambda item: not item.nodeid.startswith(folders))
 
 
 def pytest_collection_finish() -> None:
