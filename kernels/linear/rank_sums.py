@@ -1,0 +1,76 @@
+"""Sums over GPUs that write packets into each other's memory, with the parts of a split product
+and the residual in the same kernel.
+
+A packet of 8 bytes holds two 16-bit numbers and the number of the sum, so that who waits for it
+needs no other signal: it has arrived when it bears the number of this sum. NCCL calls the idea its
+low-latency protocol. It doubles the bytes, which only pays where these are few.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+WORDS = 512  # packets of a program
+PROGRAMS = 512  # most of a launch
+
+
+@dataclass(frozen=True)
+class PacketMemory:
+    """The memory through which the ranks exchange packets, as one of them sees it.
+
+    Two sums in a row use two halves of it. A rank sends a sum's packets only after it has received
+    those of the sum before, and who sent these had read all of the sum before that: so no packet
+    is overwritten before it was read.
+    """
+
+    rank: int
+    size: int
+    mine: Tensor  # [2, PROGRAMS, size, WORDS] int64, which the others write
+    peers: Tensor  # [size] int64, the addresses of each rank's `mine`
+    sums: Tensor  # [PROGRAMS] int32, how many sums each program has made
+
+    @staticmethod
+    def num_bytes(size: int) -> int:
+        """Of `mine`."""
+        return 2 * PROGRAMS * size * WORDS * 8
+
+
+def num_programs(num_rows: int, width: int) -> int:
+    """The programs that add up rows [num_rows, width]; only up to `PROGRAMS` can."""
+    return num_rows * -(-width // (2 * WORDS))
+
+
+def packets_fit(num_rows: int, width: int, dtype: torch.dtype) -> bool:
+    """Whether `sum_packets` can add up rows [num_rows, width] of this type."""
+    is_short = dtype in (torch.bfloat16, torch.float16)
+    return is_short and width % 8 == 0 and 0 < num_programs(num_rows, width) <= PROGRAMS
+
+
+def sum_packets(
+    x: Tensor, memory: PacketMemory, dtype: torch.dtype, residual: Tensor | None = None
+) -> Tensor:
+    """residual + the sum of x over the ranks, [M, H] of `dtype`; on a GPU.
+
+    x: [M, H] of `dtype`, or float32 parts [S, M, H] of it, which are added up first; contiguous.
+    residual: [M, H]. A rank's part, the sum and the result are each rounded to `dtype`. The order
+    of the ranks is the same everywhere, so that all get the same bits.
+    """
+    from .triton.rank_sums import sum_packets as launch
+
+    out: Tensor = launch(x, memory, dtype, residual)
+    return out
+
+
+def sum_packets_reference(
+    everyones: list[Tensor], dtype: torch.dtype, residual: Tensor | None = None
+) -> Tensor:
+    """The plain version of `sum_packets`, given the x of every rank."""
+    total = torch.zeros((), device=everyones[0].device)
+    for x in everyones:
+        own = x.float().sum(0) if x.dim() == 3 else x
+        total = total + own.to(dtype).float()
+    out = total.to(dtype)
+    return out if residual is None else (out.float() + residual.float()).to(dtype)

@@ -1,0 +1,101 @@
+"""Triton version of `kernels.linear.rank_sums`."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...launch import hash_functions, pdl_options, wait_for_inputs
+from ..rank_sums import PROGRAMS, WORDS, PacketMemory, packets_fit
+
+_PROGRAMS, _WORDS = tl.constexpr(PROGRAMS), tl.constexpr(WORDS)
+
+
+@triton.jit
+def _value(words, DTYPE: tl.constexpr):
+    """The lower halves of some words, as numbers."""
+    return words.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _rank_sum_kernel(
+    x,  # [M, H]; PARTS: [PARTS, M, H] float32
+    residual,  # [M, H]
+    out,  # [M, H]
+    mine,  # as the rest in `PacketMemory`
+    peers,
+    sums,
+    num_rows,  # M
+    WIDTH: tl.constexpr,  # H
+    PARTS: tl.constexpr,  # 0 = x is whole
+    ADD: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    dtype: tl.constexpr = out.dtype.element_ty
+    wait_for_inputs(PDL)
+    row = tl.program_id(1).to(tl.int64)
+    program = row * tl.num_programs(0) + tl.program_id(0)
+    number = tl.load(sums + program) + 1
+    word = tl.arange(0, _WORDS)
+    column = 2 * (tl.program_id(0) * _WORDS + word)[:, None] + tl.arange(0, 2)[None, :]
+    inside = column < WIDTH
+    at = row * WIDTH + column
+    if PARTS:
+        value = tl.zeros([_WORDS, 2], tl.float32)
+        for part in tl.static_range(PARTS):
+            value += tl.load(x + part * num_rows * WIDTH + at, mask=inside, other=0.0)
+    else:
+        value = tl.load(x + at, mask=inside, other=0.0)
+    low, high = tl.split(value.to(dtype).to(tl.int16, bitcast=True).to(tl.int32))
+    own = (low & 0xFFFF) | (high << 16)
+    packet = (own.to(tl.int64) & 0xFFFFFFFF) | (number.to(tl.int64) << 32)
+    place = ((number & 1) * _PROGRAMS + program) * RANKS
+    for rank in tl.static_range(RANKS):
+        if rank != RANK:
+            there = tl.load(peers + rank).to(tl.pointer_type(tl.int64))
+            tl.store(there + (place + RANK) * _WORDS + word, packet)
+    even = tl.zeros([_WORDS], tl.float32)
+    odd = even
+    for rank in tl.static_range(RANKS):
+        if rank == RANK:
+            words = own
+        else:
+            source = mine + (place + rank) * _WORDS + word
+            packet = tl.load(source, volatile=True)
+            while tl.min(((packet >> 32).to(tl.int32) == number).to(tl.int32), 0) == 0:
+                packet = tl.load(source, volatile=True)
+            words = packet.to(tl.int32)
+        even += _value(words, dtype)
+        odd += _value(words >> 16, dtype)
+    total = tl.join(even, odd).to(dtype)
+    if ADD:
+        other = tl.load(residual + at, mask=inside, other=0.0)
+        total = (total.to(tl.float32) + other.to(tl.float32)).to(dtype)
+    tl.store(out + at, total, mask=inside)
+    tl.store(sums + program, number)
+
+
+def sum_packets(
+    x: Tensor, memory: PacketMemory, dtype: torch.dtype, residual: Tensor | None = None
+) -> Tensor:
+    """See `kernels.linear.rank_sums.sum_packets`."""
+    num_rows, width = x.shape[-2:]
+    assert packets_fit(num_rows, width, dtype) and x.is_contiguous()
+    assert x.dtype is (torch.float32 if x.dim() == 3 else dtype)
+    assert residual is None or (residual.is_contiguous() and residual.shape[-2:] == x.shape[-2:])
+    out = torch.empty(num_rows, width, dtype=dtype, device=x.device)
+    _rank_sum_kernel[(triton.cdiv(width, 2 * WORDS), num_rows)](
+        x, out if residual is None else residual, out, memory.mine, memory.peers, memory.sums,
+        num_rows, WIDTH=width, PARTS=x.shape[0] if x.dim() == 3 else 0, ADD=residual is not None,
+        RANK=memory.rank, RANKS=memory.size, num_warps=4, **pdl_options(x),
+    )  # fmt: skip
+    return out
+
+
+hash_functions(globals())
