@@ -70,7 +70,8 @@ def join_ranks(
     if orders is None:
         meet(rank, size, rendezvous, device, host)
         collectives = _sums_of_model(config, device)
-        return Ranks(rank, size, collectives, config.parallel.enable_expert_parallel), None
+        by_expert = config.parallel.enable_expert_parallel
+        return Ranks(rank, size, collectives, by_expert, collectives.packets), None
     own = orders.engine * size + rank
     meet(own, orders.size * size, rendezvous, device, host)
     everyone = range(orders.size * size)
@@ -90,7 +91,8 @@ def join_ranks(
     engines = EngineGroup(orders.engine, orders.size, experts, numbers, calls)
     if size == 1:
         return None, engines
-    return Ranks(rank, size, _sums_of_model(config, device, of_model), by_expert=True), engines
+    collectives = _sums_of_model(config, device, of_model)
+    return Ranks(rank, size, collectives, True, collectives.packets), engines
 
 
 def _sums_of_model(config: Config, device: torch.device, group: Any = None) -> Collectives:

@@ -168,16 +168,20 @@ class RowLinear(Linear):
 
     def parts(self, x: Tensor, norm: Norm | None = None) -> Tensor:
         assert norm is None, "a norm of a part of the features is not a norm of all"
-        return self.forward(x)
+        if not self.adds(x.shape[0]):
+            return self.forward(x)
+        return self.ranks.sum_parts(super().parts(x), self.format.dtype)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        return residual + self.forward(x)
+        if not self.adds(x.shape[0]):
+            return residual + self.forward(x)
+        return self.ranks.sum_parts(super().parts(x), self.format.dtype, residual)
 
     def norms(self, num_rows: int) -> bool:
         return False
 
     def adds(self, num_rows: int) -> bool:
-        return False
+        return self.sums and self.ranks.adds(num_rows, self.out_features, self.format.dtype)
 
     def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
         for path, slot in super().checkpoint_slots(parent, name):

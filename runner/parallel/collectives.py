@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store, TCPStore
 
+from .packet_sums import PacketSums, open_packet_sums
 from .rank_processes import Host
 from .small_sums import SmallSums, open_small_sums
 
@@ -75,12 +76,19 @@ class Collectives:
         """`group` has `size` members; None: all ranks."""
         self._size, self._device, self._group = size, device, group
         self._small: SmallSums | None = None
+        self.packets: PacketSums | None = None
 
     def use_small_sums(self) -> None:
         """Let small sums go through memory that the GPUs share, if they can; see `small_sums`."""
         self._small = open_small_sums(self._size, self._device, self.least, self._group)
+        if self._small is not None:
+            rank = dist.get_rank(self._group)
+            self.packets = open_packet_sums(rank, self._size, self._device, self.least, self._group)
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        packets = self.packets
+        if packets is not None and x.dim() == 2 and packets.fit(x.shape[0], x.shape[1], x.dtype):
+            return packets.sum(x, x.dtype)
         if self._small is not None and (out := self._small.sum(x)) is not None:
             return out
         dist.all_reduce(x, group=self._group)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ModelLoadError, RunnerError
+from .packet_sums import PacketSums
 
 
 class Communicator(Protocol):
@@ -99,6 +100,7 @@ class Ranks:
     size: int
     communicator: Communicator
     by_expert: bool = False  # a rank has whole experts, not a part of each
+    packets: PacketSums | None = None  # for few rows, if the GPUs can exchange packets
 
     def share(self, total: int, what: str, groups: int | None = None, dim: int = 0) -> Cut:
         """The part of `total` rows or columns that this rank holds.
@@ -122,6 +124,15 @@ class Ranks:
     def sum(self, x: Tensor) -> Tensor:
         """The sum over ranks of x, which it may overwrite."""
         return self.communicator.all_reduce(x.contiguous())
+
+    def adds(self, num_rows: int, width: int, dtype: torch.dtype) -> bool:
+        """Whether `sum_parts` can add up rows [num_rows, width]."""
+        return self.packets is not None and self.packets.fit(num_rows, width, dtype)
+
+    def sum_parts(self, x: Tensor, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
+        """residual + the sum over ranks of x, [M, H] or its parts [S, M, H], in one kernel."""
+        assert self.packets is not None
+        return self.packets.sum(x, dtype, residual)
 
     def side_by_side(self, x: Tensor, total: int) -> Tensor:
         """Every rank's x [M, n] side by side, of which the first `total` columns count."""

@@ -36,7 +36,7 @@ from slipstream.runner.parallel.small_sums import SmallSums, Way, way_of
 
 HIDDEN, SUMS, REPEATS = 4096, 65, 20
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-WAYS: tuple[Way, ...] = ("nccl", "one_shot", "two_shot")
+WAYS: tuple[Way | Literal["packets"], ...] = ("nccl", "one_shot", "two_shot", "packets")
 
 
 def adder(way: Way, small: SmallSums, group: Any) -> Callable[[Tensor], Tensor]:

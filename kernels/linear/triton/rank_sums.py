@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...launch import hash_functions, pdl_options, wait_for_inputs
-from ..rank_sums import PROGRAMS, WORDS, PacketMemory, packets_fit
+from ..packets import PROGRAMS, WORDS, PacketMemory, packets_fit
 
 _PROGRAMS, _WORDS = tl.constexpr(PROGRAMS), tl.constexpr(WORDS)
 

@@ -1,0 +1,102 @@
+"""Sums over GPUs of one machine for few rows, by packets: see `kernels.linear.rank_sums`.
+
+They take in the parts of a split product and the residual, which would be kernels of their own
+before and after any other sum.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...kernels.linear.packets import PROGRAMS, PacketMemory, packets_fit
+from ...kernels.linear.rank_sums import sum_packets
+
+logger = logging.getLogger(__name__)
+
+_KIB = 1 << 10
+# Bytes of the sum up to which packets are used, by the number of GPUs: every rank writes them twice
+# over to each other one.
+_MOST_BYTES = {2: 512 * _KIB, 3: 256 * _KIB, 4: 256 * _KIB}
+_MOST_OF_MANY = 128 * _KIB
+_TRIAL = (3, 4096)  # rows and numbers
+
+
+class PacketSums:
+    """Sums by packets, on one stream at a time. May be recorded in graphs."""
+
+    def __init__(self, memory: PacketMemory) -> None:
+        self._memory = memory
+
+    def fit(self, num_rows: int, width: int, dtype: torch.dtype) -> bool:
+        """Whether rows [num_rows, width] of a type should be added up this way."""
+        most = _MOST_BYTES.get(self._memory.size, _MOST_OF_MANY)
+        num_bytes = num_rows * width * dtype.itemsize
+        return num_bytes <= most and packets_fit(num_rows, width, dtype)
+
+    def sum(self, x: Tensor, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
+        """residual + the sum of x over the ranks; see `rank_sums.sum_packets`."""
+        if residual is not None:
+            residual = residual.contiguous()
+        return sum_packets(x.contiguous(), self._memory, dtype, residual)
+
+
+def open_packet_sums(
+    rank: int,
+    size: int,
+    device: torch.device,
+    least: Callable[[Sequence[int]], list[int]],
+    group: Any = None,
+) -> PacketSums | None:
+    """Exchange memory with the other ranks of a process group, and try a sum.
+
+    The GPUs must be able to share memory (`small_sums` has tried it). All ranks return None, and
+    log why, if one of them cannot. Arguments: see `small_sums.open_small_sums`.
+    """
+    made: list[Any] = []
+
+    def exchange() -> None:
+        import torch.distributed._symmetric_memory as symmetric
+
+        count = PacketMemory.num_bytes(size)
+        mine = symmetric.empty(count, dtype=torch.uint8, device=device)
+        mine.zero_()
+        own: Any = dist.group.WORLD if group is None else group
+        handle = symmetric.rendezvous(mine, own.group_name)
+        torch.cuda.synchronize(device)
+        dist.barrier(group=group)  # nobody writes to memory that its owner has not cleared
+        peers = torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64, device=device)
+        sums = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
+        memory = PacketMemory(rank, size, mine.view(torch.int64), peers, sums)
+        made.extend((handle, PacketSums(memory)))
+
+    def try_out() -> None:
+        rows, width = _TRIAL
+        x = torch.arange(rows * width, device=device).view(rows, width) % 61 * (rank + 1)
+        expected = x.clone()
+        dist.all_reduce(expected, group=group)
+        for _ in range(3):  # both halves of the memory, and the first one again
+            got = made[1].sum(x.bfloat16(), torch.bfloat16)
+            if not torch.equal(got.long(), expected):
+                raise RuntimeError("the sums are wrong")
+
+    for step in (exchange, try_out):
+        fault = None
+        try:
+            step()
+        except Exception as error:  # whatever torch, Triton, the driver or a container refuses
+            fault = f"{type(error).__name__}: {(str(error).splitlines() or ['no reason'])[0]}"
+        if least([fault is None])[0]:
+            continue
+        logger.warning(
+            "sums over the GPUs take several kernels, which is slower: %s",
+            fault or "another rank could not exchange packets",
+        )
+        return None
+    sums: PacketSums = made[1]
+    return sums

@@ -1,0 +1,94 @@
+"""Sums by packets: which rows they take, what a layer leaves to them, and where there are none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.linear.packets import PacketMemory
+from slipstream.runner.models.layers import WeightFormat
+from slipstream.runner.models.sharded import row_linear
+from slipstream.runner.parallel.packet_sums import PacketSums, open_packet_sums
+from slipstream.runner.parallel.ranks import Ranks
+
+from .threads import on_ranks
+
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+def nothing(size: int) -> PacketMemory:
+    empty = torch.empty(0, dtype=torch.int64)
+    return PacketMemory(0, size, empty, empty, empty)
+
+
+@pytest.mark.parametrize(
+    ("size", "rows", "width", "dtype", "fits"),
+    [
+        (2, 64, 4096, BF16, True),
+        (2, 65, 4096, BF16, False),
+        (4, 32, 4096, torch.float16, True),
+        (4, 33, 4096, BF16, False),
+        (8, 8, 8192, BF16, True),
+        (8, 9, 8192, BF16, False),
+        (2, 1, 4096, F32, False),
+        (2, 1, 4100, BF16, False),  # not whole vectors of 16 bytes
+    ],
+)
+def test_few_rows_fit(size: int, rows: int, width: int, dtype: torch.dtype, fits: bool) -> None:
+    assert PacketSums(nothing(size)).fit(rows, width, dtype) is fits
+
+
+class Counted(PacketSums):
+    """Adds up rows of float32 through another communicator."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__(nothing(ranks.size))
+        self.ranks, self.seen = ranks, list[tuple[tuple[int, ...], bool]]()
+
+    def fit(self, num_rows: int, width: int, dtype: torch.dtype) -> bool:
+        return num_rows <= 4
+
+    def sum(self, x: Tensor, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
+        self.seen.append((tuple(x.shape), residual is not None))
+        total = self.ranks.communicator.all_reduce(x.sum(0) if x.dim() == 3 else x).to(dtype)
+        return total if residual is None else total + residual
+
+
+def test_a_layer_leaves_its_residual_to_the_sum() -> None:
+    whole, residual = torch.randn(6, 10), torch.randn(8, 6)
+    x = torch.randn(8, 10)
+
+    def run(ranks: Ranks) -> tuple[list[Tensor], list[tuple[tuple[int, ...], bool]]]:
+        counted = Counted(ranks)
+        fmt = WeightFormat(torch.device("cpu"), F32, ranks=replace(ranks, packets=counted))
+        layer = row_linear(10, 6, fmt, role="down")
+        own = slice(5 * ranks.rank, 5 * ranks.rank + 5)
+        assert layer.weight is not None
+        layer.weight.copy_(whole[:, own])
+        assert [layer.adds(rows) for rows in (1, 4, 5)] == [True, True, False]
+        outputs = [layer.add(x[:n, own], residual[:n]) for n in (1, 4, 8)]
+        outputs += [layer.parts(x[:n, own]) for n in (4, 8)]
+        return outputs, counted.seen
+
+    for outputs, seen in on_ranks(2, run):
+        for got, rows in zip(outputs[:3], (1, 4, 8), strict=True):
+            torch.testing.assert_close(got, x[:rows] @ whole.T + residual[:rows])
+        for got, rows in zip(outputs[3:], (4, 8), strict=True):
+            torch.testing.assert_close(got, x[:rows] @ whole.T)
+        assert seen == [((1, 6), True), ((4, 6), True), ((4, 6), False)]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPUs")
+def test_without_shared_memory_there_are_none(caplog: pytest.LogCaptureFixture) -> None:
+    asked: list[list[int]] = []
+
+    def least(values: Sequence[int]) -> list[int]:
+        asked.append(list(values))
+        return list(values)
+
+    assert open_packet_sums(0, 2, torch.device("cuda"), least) is None
+    assert asked == [[False]] and "sums over the GPUs take several kernels" in caplog.text
