@@ -23,7 +23,7 @@ class PacketMemory:
     rank: int
     size: int
     mine: Tensor  # [2, PROGRAMS, size, WORDS] int64, which the others write
-    peers: Tensor  # [size] int64, the addresses of each rank's `mine`
+    peers: tuple[int, ...]  # the address of each rank's `mine`
     sums: Tensor  # [PROGRAMS] int32, how many sums each program has made
 
     @staticmethod

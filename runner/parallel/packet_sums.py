@@ -70,7 +70,7 @@ def open_packet_sums(
         handle = symmetric.rendezvous(mine, own.group_name)
         torch.cuda.synchronize(device)
         dist.barrier(group=group)  # nobody writes to memory that its owner has not cleared
-        peers = torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64, device=device)
+        peers = tuple(int(address) for address in handle.buffer_ptrs)
         sums = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
         memory = PacketMemory(rank, size, mine.view(torch.int64), peers, sums)
         made.extend((handle, PacketSums(memory)))

@@ -12,8 +12,9 @@ step of Llama-8B has (two a layer and one of the embeddings). The last columns a
 step. Status 1 if results differ or ranks get different bits.
 
 To read it: multiply by what a step takes (`bench offline -tp 2`) to get the share of the sums; the
-server picks "one_shot" or "two_shot" by `runner/parallel/small_sums.py`, whose limits should follow
-the crossing of the columns.
+server picks "packets" by `runner/parallel/packet_sums.py`, and "one_shot" or "two_shot" by
+`small_sums.py` beside it; their limits should follow the crossing of the columns. "packets" also
+adds up the parts of a split product and the residual, which these figures leave out.
 """
 
 from __future__ import annotations
@@ -30,21 +31,39 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slipstream.kernels.linear.packets import packets_fit
 from slipstream.runner.parallel.collectives import Collectives, meet, subgroup
 from slipstream.runner.parallel.rank_processes import devices_from
-from slipstream.runner.parallel.small_sums import SmallSums, Way, way_of
+from slipstream.runner.parallel.small_sums import way_of
 
 HIDDEN, SUMS, REPEATS = 4096, 65, 20
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-WAYS: tuple[Way | Literal["packets"], ...] = ("nccl", "one_shot", "two_shot", "packets")
+WAYS = ("nccl", "one_shot", "two_shot", "packets")
+Adders = dict[str, Callable[[Tensor], Tensor]]
 
 
-def adder(way: Way, small: SmallSums, group: Any) -> Callable[[Tensor], Tensor]:
+def adders_of(collectives: Collectives, group: Any) -> Adders:
+    """The ways to add up that the GPUs have, by name."""
+    small, packets = collectives._small, collectives.packets
+
     def nccl(x: Tensor) -> Tensor:
         dist.all_reduce(x, group=group)
         return x
 
-    return nccl if way == "nccl" else lambda x: small.by(way, x)
+    found: Adders = {"nccl": nccl}
+    if small is not None:
+        found["one_shot"] = lambda x: small.by("one_shot", x)
+        found["two_shot"] = lambda x: small.by("two_shot", x)
+    if packets is not None:
+        found["packets"] = lambda x: packets.sum(x, x.dtype)
+    return found
+
+
+def takes(way: str, rows: int, dtype: torch.dtype) -> bool:
+    """Whether a way can add up so many rows."""
+    if way == "packets":
+        return packets_fit(rows, HIDDEN, dtype)
+    return way == "nccl" or rows * HIDDEN * dtype.itemsize <= 4 << 20
 
 
 def recorded(work: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
@@ -61,17 +80,18 @@ def recorded(work: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     return graph, out
 
 
-def check(rank: int, size: int, small: SmallSums, device: torch.device, group: Any) -> int:
+def check(rank: int, size: int, adders: Adders, device: torch.device, group: Any) -> int:
     """The number of ways whose results are wrong; prints each. `size` is that of the group."""
     faults = 0
     for dtype in (torch.bfloat16, torch.float32):
         for way in WAYS[1:]:
             for rows in (1, 3, 32, 128):
-                x = torch.empty(rows, HIDDEN, dtype=dtype, device=device)
+                if way not in adders or not takes(way, rows, dtype):
+                    continue
+                x, add = torch.empty(rows, HIDDEN, dtype=dtype, device=device), adders[way]
 
-                def work(x: Tensor = x, way: Way = way) -> Tensor:
-                    out = small.by(way, x)
-                    return small.by(way, out * 0.5)  # a second one right behind it
+                def work(x: Tensor = x, add: Callable[[Tensor], Tensor] = add) -> Tensor:
+                    return add(add(x) * 0.5)  # a second one right behind the first
 
                 graph, out = recorded(work)
                 for round in range(4):
@@ -97,12 +117,9 @@ def check(rank: int, size: int, small: SmallSums, device: torch.device, group: A
     return faults
 
 
-def microseconds(way: Way, rows: int, small: SmallSums, device: torch.device, group: Any) -> float:
+def microseconds(add: Callable[[Tensor], Tensor], rows: int, device: torch.device) -> float:
     """Of one sum, from a graph of `SUMS`."""
-    add, x = (
-        adder(way, small, group),
-        torch.zeros(rows, HIDDEN, dtype=torch.bfloat16, device=device),
-    )
+    x = torch.zeros(rows, HIDDEN, dtype=torch.bfloat16, device=device)
 
     def work() -> Tensor:
         out = x
@@ -133,11 +150,11 @@ def run_rank(rank: int, size: int, groups: int | None, rendezvous: str, only_che
         group = subgroup(members, rank)
     collectives = Collectives(size, device, group)
     collectives.use_small_sums()
-    small = collectives._small
-    if small is None:
+    adders = adders_of(collectives, group)
+    if len(adders) == 1:
         print(f"rank {rank}: the GPUs cannot share memory; see the warning above", flush=True)
         return 1
-    faults = check(rank, size, small, device, group)
+    faults = check(rank, size, adders, device, group)
     if rank == 0:
         print(f"{size} GPUs: {'all ways are right' if not faults else f'{faults} faults'}")
     if faults or only_check:
@@ -148,15 +165,18 @@ def run_rank(rank: int, size: int, groups: int | None, rendezvous: str, only_che
     for rows in ROWS:
         num_bytes = rows * HIDDEN * 2
         found = {
-            way: microseconds(way, rows, small, device, group)
+            way: microseconds(adders[way], rows, device)
             for way in WAYS
-            if way == "nccl" or num_bytes <= 4 << 20
+            if way in adders and takes(way, rows, torch.bfloat16)
         }
         if rank == 0:
             line = f"{rows:>5}{num_bytes >> 10:>6}"
             line += "".join(f"{found.get(way, float('nan')):>13.1f}" for way in WAYS)
             line += "".join(f"{found.get(way, float('nan')) * SUMS:>18.0f}" for way in WAYS)
-            print(f"{line}  {way_of(size, num_bytes, torch.bfloat16)}", flush=True)
+            packets = collectives.packets
+            fit = packets is not None and packets.fit(rows, HIDDEN, torch.bfloat16)
+            picked = "packets" if fit else way_of(size, num_bytes, torch.bfloat16)
+            print(f"{line}  {picked}", flush=True)
     return 0
 
 

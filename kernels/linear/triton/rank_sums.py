@@ -38,14 +38,16 @@ def _rank_sum_kernel(
     PDL: tl.constexpr,
 ):
     dtype: tl.constexpr = out.dtype.element_ty
-    wait_for_inputs(PDL)
     row = tl.program_id(1).to(tl.int64)
     program = row * tl.num_programs(0) + tl.program_id(0)
-    number = tl.load(sums + program) + 1
     word = tl.arange(0, _WORDS)
     column = 2 * (tl.program_id(0) * _WORDS + word)[:, None] + tl.arange(0, 2)[None, :]
     inside = column < WIDTH
     at = row * WIDTH + column
+    wait_for_inputs(PDL)
+    number = tl.load(sums + program) + 1
+    if ADD:  # on its way while packets are
+        other = tl.load(residual + at, mask=inside, other=0.0)
     if PARTS:
         value = tl.zeros([_WORDS, 2], tl.float32)
         for part in tl.static_range(PARTS):
@@ -58,7 +60,7 @@ def _rank_sum_kernel(
     place = ((number & 1) * _PROGRAMS + program) * RANKS
     for rank in tl.static_range(RANKS):
         if rank != RANK:
-            there = tl.load(peers + rank).to(tl.pointer_type(tl.int64))
+            there = tl.multiple_of(peers[rank].to(tl.pointer_type(tl.int64)), 16)
             tl.store(there + (place + RANK) * _WORDS + word, packet)
     even = tl.zeros([_WORDS], tl.float32)
     odd = even
@@ -75,7 +77,6 @@ def _rank_sum_kernel(
         odd += _value(words >> 16, dtype)
     total = tl.join(even, odd).to(dtype)
     if ADD:
-        other = tl.load(residual + at, mask=inside, other=0.0)
         total = (total.to(tl.float32) + other.to(tl.float32)).to(dtype)
     tl.store(out + at, total, mask=inside)
     tl.store(sums + program, number)

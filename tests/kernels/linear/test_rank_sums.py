@@ -38,7 +38,7 @@ class Exchange:
         self.sums = [torch.zeros(PROGRAMS, dtype=torch.int32) for _ in range(size)]
 
     def memory(self, rank: int) -> PacketMemory:
-        peers = torch.tensor([mine.data_ptr() for mine in self.every])
+        peers = tuple(mine.data_ptr() for mine in self.every)
         return PacketMemory(rank, self.size, self.every[rank], peers, self.sums[rank])
 
     def deliver(self, sender: int, to: int, x: Tensor, dtype: torch.dtype) -> None:

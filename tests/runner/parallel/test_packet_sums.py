@@ -22,7 +22,7 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 def nothing(size: int) -> PacketMemory:
     empty = torch.empty(0, dtype=torch.int64)
-    return PacketMemory(0, size, empty, empty, empty)
+    return PacketMemory(0, size, empty, (), empty)
 
 
 @pytest.mark.parametrize(
