@@ -1,4 +1,4 @@
-"""Sums over GPUs of one machine for few rows, by packets: see `kernels.linear.rank_sums`.
+"""Sums over GPUs of one machine for few rows, by packets: see `kernels.linear.packets.rank_sums`.
 
 They take in the parts of a split product and the residual, which would be kernels of their own
 before and after any other sum.
@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...kernels.linear.packets import PROGRAMS, PacketMemory, packets_fit
-from ...kernels.linear.rank_sums import sum_packets
+from ...kernels.linear.packets.memory import PROGRAMS, PacketMemory, packets_fit
+from ...kernels.linear.packets.rank_sums import sum_packets
 
 logger = logging.getLogger(__name__)
 

@@ -159,10 +159,12 @@ def layers() -> None:
     norm.fused_add_rms_norm(t(4, 4096), t(4, 4096), t(4096), 1e-5)
     rows, parts = t(4, dtype=I64), t(2, 4, 4096, dtype=torch.float32)
     norm.fused_add_rms_norm(parts, t(9, 4096), t(4096), 1e-5, rows)
-    packets = importlib.import_module("slipstream.kernels.linear.packets")
+    packets = importlib.import_module("slipstream.kernels.linear.packets.memory")
     memory = packets.PacketMemory(1, 2, t(9, dtype=I64), (1 << 40, 1 << 41), t(9, dtype=I32))
     for x, residual in ((t(4, 4096), None), (t(2, 4, 4096, dtype=torch.float32), t(4, 4096))):
-        module("rank_sums").sum_packets(x, memory, BF16, residual)
+        importlib.import_module("slipstream.kernels.linear.packets.triton.rank_sums").sum_packets(
+            x, memory, BF16, residual
+        )
     streams = module("streams")
     for hidden, residual in ((parts, t(4, 4096)), (t(4, 4096), t(4, 4096)), (t(4, 4096), None)):
         streams.write_stream(hidden, residual, t(4, 12288)[:, 4096:8192])

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.kernels.linear.packets import packets_fit
+from slipstream.kernels.linear.packets.memory import packets_fit
 from slipstream.runner.parallel.collectives import Collectives, meet, subgroup
 from slipstream.runner.parallel.rank_processes import devices_from
 from slipstream.runner.parallel.small_sums import way_of

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.packets import (
+from slipstream.kernels.linear.packets.memory import (
     PROGRAMS,
     WORDS,
     PacketMemory,
     num_programs,
     packets_fit,
 )
-from slipstream.kernels.linear.rank_sums import sum_packets, sum_packets_reference
+from slipstream.kernels.linear.packets.rank_sums import sum_packets, sum_packets_reference
 
 from ... import interpreter
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.packets import PacketMemory
+from slipstream.kernels.linear.packets.memory import PacketMemory
 from slipstream.runner.models.layers import WeightFormat
 from slipstream.runner.models.sharded import row_linear
 from slipstream.runner.parallel.packet_sums import PacketSums, open_packet_sums

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .packets import PacketMemory
+from .memory import PacketMemory
 
 
 def sum_packets(

@@ -1,4 +1,4 @@
-"""Triton version of `kernels.linear.rank_sums`."""
+"""Triton version of `kernels.linear.packets.rank_sums`."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...launch import hash_functions, pdl_options, wait_for_inputs
-from ..packets import PROGRAMS, WORDS, PacketMemory, packets_fit
+from ....launch import hash_functions, pdl_options, wait_for_inputs
+from ..memory import PROGRAMS, WORDS, PacketMemory, packets_fit
 
 _PROGRAMS, _WORDS = tl.constexpr(PROGRAMS), tl.constexpr(WORDS)
 
@@ -85,7 +85,7 @@ def _rank_sum_kernel(
 def sum_packets(
     x: Tensor, memory: PacketMemory, dtype: torch.dtype, residual: Tensor | None = None
 ) -> Tensor:
-    """See `kernels.linear.rank_sums.sum_packets`."""
+    """See `kernels.linear.packets.rank_sums.sum_packets`."""
     num_rows, width = x.shape[-2:]
     assert packets_fit(num_rows, width, dtype) and x.is_contiguous()
     assert x.dtype is (torch.float32 if x.dim() == 3 else dtype)
