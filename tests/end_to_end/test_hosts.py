@@ -16,6 +16,7 @@ import psutil
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from ..speculators.mtp_oracle import MtpOracle
 from ..speculators.tiny_engine import VOCAB, save_llama
 from .running_server import RunningServer, environment, free_port, slipstream
 
@@ -30,7 +31,18 @@ FLAGS = (
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama whose words are w0, w1 ..."""
-    folder = save_llama(tmp_path_factory.mktemp("model"), layers=2)
+    return with_words(save_llama(tmp_path_factory.mktemp("model"), layers=2))
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny DeepSeek V3 with the same words."""
+    folder = tmp_path_factory.mktemp("experts") / "target"
+    MtpOracle(folder)
+    return with_words(folder)
+
+
+def with_words(folder: Path) -> Path:
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -72,10 +84,10 @@ def start(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Starts]:
     started: list[subprocess.Popen[str]] = []
     seen: list[psutil.Process] = []
 
-    def both(*flags: str) -> tuple[RunningServer, SecondNode]:
+    def both(*flags: str, of: Path = model) -> tuple[RunningServer, SecondNode]:
         port = ("--nnodes", "2", "--master-port", str(free_port()))
-        server = RunningServer(str(model), *FLAGS, *port, *flags)
-        node = SecondNode(str(model), *FLAGS, *port, *flags)
+        server = RunningServer(str(of), *FLAGS, *port, *flags)
+        node = SecondNode(str(of), *FLAGS, *port, *flags)
         started.extend((server.process, node.process))
         server.wait_ready(240)
         for process in started:
@@ -109,9 +121,9 @@ def chat(server: RunningServer) -> str:
 
 def expected(model: Path) -> str:
     import torch
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    target = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32)
+    target = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     prompt = [3, 9, 27, 1]
     with torch.no_grad():
         ids = target.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)
@@ -175,6 +187,17 @@ def test_the_second_node_may_run_an_engine_of_its_own(start: Starts, model: Path
     node.process.kill()
     assert node.wait() == -signal.SIGKILL
     assert chat(server) == expected(model)  # the first engine goes on
+    assert server.stop() == 0
+
+
+@pytest.mark.slow
+def test_engines_of_two_nodes_share_experts_and_rest_together(start: Starts, experts: Path) -> None:
+    server, node = start("-dp", "2", "--enable-expert-parallel", of=experts)
+    assert [chat(server) for _ in range(4)] == [expected(experts)] * 4
+    assert 'engine="1"' in httpx.get(f"{server.url}/metrics").text
+    error, seconds = stream_until_error(server, node.process.kill)
+    assert "node 1 (127.0.0.1) is gone" in error and seconds < 10
+    assert httpx.get(f"{server.url}/health").status_code == 503  # no engine serves alone
     assert server.stop() == 0
 
 

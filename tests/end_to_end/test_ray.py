@@ -15,6 +15,7 @@ import pytest
 
 from .running_server import RunningServer, environment, slipstream
 from .test_hosts import FLAGS, chat, expected, stream_until_error
+from .test_hosts import experts as experts
 from .test_hosts import model as model
 
 ray = pytest.importorskip("ray", reason="Ray is not installed (the extra `ray`)")
@@ -100,6 +101,27 @@ def test_a_node_that_ray_loses_ends_the_requests_and_another_takes_its_place(
     until(lambda: any("ready again" in line for line in server.log), server.log, 120)
     assert chat(server) == expected(model)
     assert server.stop() == 0
+
+
+@pytest.mark.slow
+def test_engines_that_ray_places_share_experts(
+    cluster: Any, experts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    flags = ("--distributed-executor-backend", "ray", "--device", "cpu")
+    server = RunningServer(str(experts), *FLAGS, *flags, "-dp", "2", "--enable-expert-parallel")
+    try:
+        server.wait_ready(240)
+        assert [chat(server) for _ in range(3)] == [expected(experts)] * 3
+        assert len(ranks()) == 2
+        for engine in range(2):
+            assert any(f"(engine {engine} rank 0 pid=" in line for line in server.log), server.log
+        assert server.stop() == 0
+        assert not ranks()
+    finally:
+        if server.process.poll() is None:
+            server.process.kill()
+            server.process.wait(10)
 
 
 def refusal(*flags: str) -> str:
