@@ -42,7 +42,7 @@ class Transfer:
 
     def send(self, x: Tensor) -> Tensor:
         """The rows from all ranks, in order of ranks: bytes [M, n] -> [T, n]."""
-        by_word = x.view(torch.int32) if x.shape[1] % 4 == 0 else x  # words are copied faster
+        by_word = x.view(torch.int32) if x.shape[1] % 4 == 0 else x  # fewer numbers to copy
         own = by_word[self.rows].view(x.dtype)
         return self.communicator.all_to_all(own, self.received, self.sent)
 
