@@ -54,7 +54,7 @@ def start(
         load_format="dummy",
         skip_tokenizer_init=True,
         max_model_len=max_model_len,
-        gpu_memory_utilization=0.1,
+        gpu_memory_utilization=0.05,
         kv_cache_memory_bytes=int(kv_gib * 2**30),
         enable_prefix_caching=keeps_prompts,
         disable_log_stats=True,

@@ -182,7 +182,7 @@ def server_command(side: str, folder: Path, port: int, drafts: dict[str, Any] | 
         spec = ["--speculative-config", json.dumps(drafts)] if drafts else []
         return [
             *VLLM, "serve", model, "--host", "127.0.0.1", *same, *dummy,
-            "--gpu-memory-utilization", "0.1", "--disable-uvicorn-access-log", *spec,
+            "--gpu-memory-utilization", "0.05", "--disable-uvicorn-access-log", *spec,
         ]  # fmt: skip
     return [
         *SLIPSTREAM,

@@ -67,8 +67,8 @@ class Lane:
             file.write(json.dumps(line) + "\n")
         print(json.dumps(line), flush=True)
 
-    def start(self, name: str, command: Sequence[str], cores: Sequence[int]) -> Started:
-        return Started(name, command, self.scratch / f"{name}.log", cores, self.gpus)
+    def start(self, name: str, command: Sequence[str], cores: Sequence[int], **env: str) -> Started:
+        return Started(name, command, self.scratch / f"{name}.log", cores, self.gpus, **env)
 
 
 class Item:
@@ -98,7 +98,8 @@ class Decoding(Item):
         shutil.rmtree(self.gate, ignore_errors=True)
         self.figures = lane.scratch / f"{name}.json"
         command = offline_command(lane.side, OFFLINE[name], lane.models, self.figures, self.gate)
-        self.processes = [lane.start(name, command, lane.cores)]
+        in_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        self.processes = [lane.start(name, command, lane.cores, **in_process)]
 
     def ready(self, process: Started) -> bool:
         # Ours measures as soon as it has started, alone.
@@ -126,7 +127,7 @@ class Decoding(Item):
                 self.lane.report(self.name, batch=row["batch"], value=row["decode_tok_s"],
                                  prefill_s=row["prefill_s"])  # fmt: skip
             seen = max(seen, len(rows))
-            if not runs or self.lane.left < -20:
+            if not runs or self.lane.left < 0:
                 break
             time.sleep(0.2)
         if seen < len(OFFLINE[self.name].batches):
@@ -164,14 +165,15 @@ class Served(Item):
 
     def run(self, load: Any, round_: int) -> None:
         """Run a load and report its figures; each round has other prompts."""
-        write_shared(self.data, 801, round_)
+        write_shared(self.data, round_)
         output = self.lane.scratch / f"{load.server}-{round_}.json"
         output.unlink(missing_ok=True)
         url = f"http://127.0.0.1:{self.ports[load.server]}"
         clients = min(4, len(self.lane.client_cores))
-        command = load_command(load, url, round_ + 1, output, self.data, clients)
+        seed = 1 + LOADS.index(load) + len(LOADS) * round_
+        command = load_command(load, url, seed, output, self.data, clients)
         process = self.lane.start("client", command, self.lane.client_cores)
-        status = process.wait(min(self.lane.until + 15, time.monotonic() + 100))
+        status = process.wait(min(self.lane.until, time.monotonic() + 100))
         process.end(0.5)
         where = {"server": load.server, "run": round_}
         if status != 0 or not output.exists():
@@ -221,7 +223,7 @@ class Verified(Item):
             "--output", str(output), "--html", str(output.with_suffix(".html")),
         ]  # fmt: skip
         process = self.lane.start("verify", command, self.lane.client_cores)
-        status = process.wait(time.monotonic() + 90)
+        status = process.wait(min(self.lane.until, time.monotonic() + 90))
         process.end(0.5)
         if not output.exists():
             self.lane.report(self.name, error=process.last_words(), status=status)
@@ -230,7 +232,7 @@ class Verified(Item):
                          report=json.loads(output.read_text()))  # fmt: skip
 
 
-def write_shared(file: Path, count: int, seed: int) -> None:
+def write_shared(file: Path, seed: int, count: int = 801) -> None:
     """Requests with the same 2,000 tokens before a chat's own, lengths as in `bench serve`'s
     dataset mixed; another seed gives another prefix."""
     draw = random.Random(seed)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes two folders that a machine without a network needs for call.sh: parts.sh FOLDER REQUIREMENTS
-# FOLDER/part1 (39 MB) has what our server imports and the first part of vLLM 0.26.0, FOLDER/part2
-# (17 MB) the rest. REQUIREMENTS is a list of what vLLM imports, one package==version a line. The
+# FOLDER/part1 (43 MB) has what our server imports and the first part of vLLM 0.26.0, FOLDER/part2
+# (43 MB) the rest. REQUIREMENTS is a list of what vLLM imports, one package==version a line. The
 # machine has CPython 3.12, torch 2.11 and CUDA 13. Takes some minutes.
 set -euo pipefail
 folder=${1:?usage: parts.sh FOLDER REQUIREMENTS}
@@ -26,7 +26,7 @@ install runtime flashinfer-python==0.6.14 apache-tvm-ffi==0.1.15.post2 cuda-tile
   httptools==0.9.0 pydantic==2.14.4 pydantic-core==2.50.5 annotated-types==0.8.0 \
   typing-inspection==0.4.5 openai==3.57.0 pyzmq==27.3.0 msgspec==0.22.0 orjson==3.13.0 \
   xgrammar==0.2.8 httpx2==2.16.2 httpcore2==2.16.2 truststore==0.10.5
-install vllm -r "$requirements" vllm==0.26.0
+install vllm -r "$requirements" loguru vllm==0.26.0
 cd vllm/vllm
 # What an H200 does not run, or these measurements do not need.
 rm -rf vllm-rs vllm_flash_attn/_vllm_fa2_C.abi3.so third_party/fmha_sm100 _qutlass_C.abi3.so \
@@ -36,7 +36,7 @@ python3 "$here/blank_kernels.py" _C_stable_libtorch.abi3.so _moe_C_stable_libtor
 cd "$work"
 tar cf - -C runtime . | xz -T0 -6 > "$folder/part1/runtime.tar.xz"
 tar cf - -C vllm . | xz -T0 -6 > vllm.tar.xz
-split -b 25000000 vllm.tar.xz vllm.tar.xz.
-mv vllm.tar.xz.aa "$folder/part1/"
-mv vllm.tar.xz.a? "$folder/part2/"
+half=28500000 # so that both folders have about the same size
+head -c $half vllm.tar.xz > "$folder/part1/vllm.tar.xz.aa"
+tail -c +$((half + 1)) vllm.tar.xz > "$folder/part2/vllm.tar.xz.ab"
 du -sb "$folder"/part?

@@ -15,7 +15,7 @@ import psutil
 
 _QUIET = {
     "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_DEEP_GEMM_WARMUP": "skip", "PYTHONUNBUFFERED": "1",
     # NVLink multicast can put the GPUs of a shared host out of service.
     "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1",
