@@ -98,10 +98,11 @@ def list_of(tokens: int, width: int, slots: int, longest: int | None = None) -> 
 
 @pytest.mark.parametrize("fp8", [None, V4], ids=["wide", "fp8"])
 @pytest.mark.parametrize("heads", [16, 64, 128])
-def test_attention_reads_both_caches_of_v4(heads: int, fp8: Fp8Cache | None) -> None:
+@pytest.mark.parametrize("tokens", [1, 9, 300])  # programs share the rows of few tokens
+def test_attention_reads_both_caches_of_v4(tokens: int, heads: int, fp8: Fp8Cache | None) -> None:
     raw, entries = pages_of(fp8, 512), pages_of(fp8, 512, rows=32, rate=4)
-    window, chosen = list_of(9, 128, 5120), list_of(9, 512, 2560)
-    args = (randn(9, heads, 512), raw, window, entries, chosen)
+    window, chosen = list_of(tokens, 128, 5120), list_of(tokens, 512, 2560)
+    args = (randn(tokens, heads, 512), raw, window, entries, chosen)
     args = (*args, torch.randn(heads, device="cuda"), 512**-0.5)  # type: ignore[assignment]
     got, expected = sparse_attention(*args), sparse_attention_reference(*args)  # type: ignore[call-arg,arg-type]
     assert relative_error(got, expected) < TOLERANCE
@@ -109,9 +110,10 @@ def test_attention_reads_both_caches_of_v4(heads: int, fp8: Fp8Cache | None) -> 
 
 @pytest.mark.parametrize("fp8", [None, V32], ids=["wide", "fp8"])
 @pytest.mark.parametrize("heads", [16, 128])
-def test_attention_reads_the_rows_of_v32(heads: int, fp8: Fp8Cache | None) -> None:
-    rows, chosen = pages_of(fp8, 576), list_of(9, 2048, 5120)
-    args = (randn(9, heads, 576), rows, chosen, None, None, None, 0.07, 512)
+@pytest.mark.parametrize("tokens", [1, 9, 300])
+def test_attention_reads_the_rows_of_v32(tokens: int, heads: int, fp8: Fp8Cache | None) -> None:
+    rows, chosen = pages_of(fp8, 576), list_of(tokens, 2048, 5120)
+    args = (randn(tokens, heads, 576), rows, chosen, None, None, None, 0.07, 512)
     assert relative_error(sparse_attention(*args), sparse_attention_reference(*args)) < TOLERANCE
 
 

@@ -9,6 +9,7 @@ differs, as far as its allocation. `compile_sm90.py all` compiles every form of 
 from __future__ import annotations
 
 import importlib
+import itertools
 import re
 import sys
 from dataclasses import replace
@@ -368,7 +369,8 @@ def listed() -> None:
         for name in ("sparse_attention", "select_entries")
     )
     longs, tables = t(9, dtype=I64), t(4, 64, dtype=I32)
-    found = lists(t(9, 2048, dtype=I32), t(9, dtype=I32))
+    # one token, whose rows are split, and several
+    founds = [lists(t(count, 2048, dtype=I32), t(count, dtype=I32)) for count in (1, 9)]
     for is_packed in (True, False):
         own = [fp8(BF16, latent=size) if is_packed else None for size in (512, 128)]
         sizes, dtype = ((656, 132), packed) if is_packed else ((576, 128), BF16)
@@ -377,9 +379,9 @@ def listed() -> None:
             for size, one in zip(sizes, own, strict=True)
         )
         store(t(9, 1, 128), None, keys.cache, longs, keys.fp8)
-        for heads in (16, 128):
+        for heads, found in itertools.product((16, 128), founds):
             args = (rows, found, None, None, None, 0.1, 512)
-            attend.sparse_attention(t(9, heads, 576), *args)
+            attend.sparse_attention(t(found.counts.shape[0], heads, 576), *args)
         of = t(9, 64, dtype=torch.float32)
         score.score_entries(t(9, 64, 128), of, keys, tokens(longs, longs), 4096)
     # 132 bytes are a multiple of 4, and every load must be aligned to its size.
@@ -423,14 +425,15 @@ def compressed() -> None:
         if dim == 128:
             score = importlib.import_module(f"{room}.triton.select_entries").score_entries
             score(t(9, 64, 128), t(9, 64, dtype=f32), entries, tokens, 2048)
-    raw, few = pages.Pages(t(7, 64, 1, 512), tables, longs, 64), t(9, dtype=I32)
-    window, chosen = (pages.SlotList(t(9, n, dtype=I32), few) for n in (128, 512))
-    for heads in (8, 64, 128):
+    raw = pages.Pages(t(7, 64, 1, 512), tables, longs, 64)
+    for heads, count in itertools.product((8, 64, 128), (1, 9)):
+        counts = t(count, dtype=I32)
+        window, chosen = (pages.SlotList(t(count, n, dtype=I32), counts) for n in (128, 512))
         for found in (None, chosen):
             args = (raw, window, None if found is None else raw, found, t(heads, dtype=f32), 0.04)
-            kernel("sparse_attention")(t(9, heads, 512), *args)
+            kernel("sparse_attention")(t(count, heads, 512), *args)
             own = (packed(64, 1), window, None if found is None else packed(128, 4), found)
-            kernel("sparse_attention")(t(9, heads, 512), *own, *args[4:])
+            kernel("sparse_attention")(t(count, heads, 512), *own, *args[4:])
     kernel("store_rows")(t(9, 1, 512), packed(64, 1), None)
     mix = importlib.import_module("slipstream.kernels.linear.hyper.triton.connections")
     site = importlib.import_module("slipstream.kernels.linear.hyper.site").Site

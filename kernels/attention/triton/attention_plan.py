@@ -84,13 +84,16 @@ def _decode_tiles(programs: int, num_processors: int, dim: int) -> tuple[int, in
     return 128, 2, 4, None
 
 
-def _num_splits(programs: int, max_keys: int, most: int) -> int:
-    """The largest power of two, up to MAX_SPLITS, with at most `most` programs and long splits."""
+def num_splits(
+    programs: int, max_keys: int, processors: int, least_keys: int = _KEYS_OF_A_SPLIT
+) -> int:
+    """The largest power of two, up to MAX_SPLITS, with few enough programs for the processors and
+    at least `least_keys` keys of the longest context in a split."""
     splits = 1
     while (
         splits < MAX_SPLITS
-        and programs * splits * 2 <= most
-        and max_keys >= _KEYS_OF_A_SPLIT * splits * 2
+        and programs * splits * 2 <= _PER_PROCESSOR * processors
+        and max_keys >= least_keys * splits * 2
     ):
         splits *= 2
     return splits
@@ -137,7 +140,7 @@ def plan_launch(
     if fused and block_m == 16 and element_size == 2:
         tiles = _decode_tiles(programs, num_processors, dim)
         block_n, stages, num_warps, registers = tiles
-    splits = _num_splits(programs, max_keys, most)
+    splits = num_splits(programs, max_keys, num_processors)
     own = triton.next_power_of_2(rows)
     values = own * triton.next_power_of_2(dim)
     least_keys, alone = _LEAST_KEYS, _ALONE // dim

@@ -106,7 +106,7 @@ def sum_own_splits(
 def _reduce_kernel(
     partial,  # [SPLITS, T, Hq, DIM_V] fp32
     lse,  # [SPLITS, T, Hq] fp32; -inf: no partial; inf in split 0: `out` is final
-    query_start_loc,  # [N + 1] int32
+    query_start_loc,  # [N + 1] int32; None: all rows have partials
     out,  # [T, Hq, DIM_V]
     num_reqs,
     num_tokens,
@@ -124,7 +124,9 @@ def _reduce_kernel(
     dim = tl.arange(0, BLOCK_V)
     inside = (head < Q_HEADS)[:, None] & (dim < DIM_V)[None, :]
     target = out + (token * Q_HEADS + head)[:, None] * DIM_V + dim[None, :]
-    live = token < tl.load(query_start_loc + num_reqs)  # other rows have no partials
+    live = token < num_tokens
+    if query_start_loc is not None:
+        live = token < tl.load(query_start_loc + num_reqs)  # other rows have no partials
     split = tl.arange(0, SPLITS_BLOCK)[:, None]
     flat = (split * num_tokens + token) * Q_HEADS + head[None, :]  # [SPLITS_BLOCK, HEADS]
     exists = (split < SPLITS) & live & (head < Q_HEADS)[None, :]
@@ -148,9 +150,11 @@ def _reduce_kernel(
 
 
 def sum_splits(
-    partial: Tensor, lse: Tensor, query_start_loc: Tensor, out: Tensor, num_reqs: int
+    partial: Tensor, lse: Tensor, query_start_loc: Tensor | None, out: Tensor, num_reqs: int
 ) -> None:
-    """Combine partial [splits, T, Hq, D] and lse [splits, T, Hq] into out [T, Hq, D]."""
+    """Combine partial [splits, T, Hq, D] and lse [splits, T, Hq] into out [T, Hq, D].
+
+    Rows beyond the requests' last one have no partials, unless `query_start_loc` is None."""
     splits, num_tokens, num_heads, dim_v = partial.shape
     block_v = triton.next_power_of_2(dim_v)
     splits_block = triton.next_power_of_2(splits)

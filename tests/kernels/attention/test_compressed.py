@@ -167,6 +167,35 @@ class TestTriton:
             args = (query, raw, window, None if listed is None else entries, listed, sinks, 0.2)
             close(sparse_attention(*args), sparse_attention_reference(*args))
 
+    @pytest.mark.parametrize("splits", some([4, 16], (4,)))
+    def test_lists_split_over_programs(self, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Some splits have rows of both lists, some of one, and those of short lists none."""
+        from slipstream.kernels.attention.compressed.triton import sparse_attention as module
+
+        monkeypatch.setattr(module, "_LEAST_ROWS", 1)
+        monkeypatch.setattr(module, "num_splits", lambda *shape: splits)
+        tokens = tokens_of()[0].part(slice(0, 15, 7))
+        raw, entries = pages_of(32, 1, torch.float32), pages_of(32, 4, torch.float32, seed=1)
+        window = window_slots(raw, tokens, 90)
+        assert int(window.counts.max()) > 2 * 16 > 16 > int(window.counts.min())
+        query = torch.randn(len(tokens.positions), 5, 32)
+        listed = entry_slots(entries, tokens, 20)
+        both = (query, raw, window, entries, listed, torch.randn(5), 0.2)
+        close(module.sparse_attention(*both), sparse_attention_reference(*both))
+        latent = (query, raw, window, None, None, None, 0.2, 16)
+        close(module.sparse_attention(*latent), sparse_attention_reference(*latent))
+
+    def test_few_tokens_split_their_lists(self) -> None:
+        from slipstream.kernels.attention.triton.attention_plan import MAX_SPLITS, num_splits
+
+        h200 = 132  # multiprocessors
+        assert [num_splits(tokens * 4, 2048, h200, 64) for tokens in (1, 4, 8, 33, 128)] == [
+            MAX_SPLITS, 16, 8, 2, 1,
+        ]  # fmt: skip
+        assert [num_splits(2, rows, h200, 64) for rows in (127, 128, 640, 1 << 16)] == [
+            1, 2, 8, MAX_SPLITS,
+        ]  # fmt: skip
+
     @pytest.mark.parametrize("packed", [False, True])
     def test_latent_rows(self, packed: bool) -> None:
         """V3.2's form: a value is a part of the row, there are no sinks, rows may be e4m3."""

@@ -1,4 +1,8 @@
-"""Triton version of `kernels.attention.compressed.sparse_attention`: some heads of a token each."""
+"""Triton version of `kernels.attention.compressed.sparse_attention`: some heads of a token each.
+
+Where few tokens leave most of the GPU idle, several programs share a token's rows, and a second
+kernel combines their results.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -11,9 +15,14 @@ from torch import Tensor
 
 from ....launch import hash_functions
 from ....quant.latent_pages import scale_bytes
+from ...triton.attention_plan import num_processors, num_splits
 from ...triton.latent_rows import load_latent, load_rotary
+from ...triton.split_sums import sum_splits
 from ..pages import Pages, SlotList
 from .store_rows import load_packed
+
+_LEAST_ROWS = 64  # of a split with work; one with fewer costs more than it saves
+_LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -25,7 +34,8 @@ def _add_rows(
     query_rest,  # [HEADS, REST]
     cache,  # [slots, WIDTH]
     slots,  # of this token
-    count,
+    first,  # place in them
+    end,
     scale,
     DIM: tl.constexpr,
     REST: tl.constexpr,
@@ -38,9 +48,9 @@ def _add_rows(
     PRECISION: tl.constexpr,
 ):
     channel = tl.arange(0, DIM)
-    for start in range(0, count, ROWS):
+    for start in range(first, end, ROWS):
         place = start + tl.arange(0, ROWS)
-        inside = place < count
+        inside = place < end
         slot = tl.load(slots + place, mask=inside, other=0).to(tl.int64)
         row = cache + slot * WIDTH
         if LATENT > 0:
@@ -72,12 +82,15 @@ def _add_rows(
 
 
 @triton.jit(
-    do_not_specialize=["window_width", "chosen_width"],
+    do_not_specialize=["window_width", "chosen_width", "splits", "num_tokens"],
     do_not_specialize_on_alignment=["window", "window_counts", "chosen", "chosen_counts"],
 )
 def _sparse_attention_kernel(
     query,  # [M, heads, DIM + REST], contiguous
-    out,  # [M, heads, DIM], contiguous
+    out,  # [M, heads, DIM], contiguous; [splits, M, heads, DIM] float32 if SPLIT
+    lse,  # [splits, M, heads] float32 if SPLIT, to base 2; -inf where a split has no rows
+    num_tokens,  # M
+    splits,
     raw,  # [slots, WIDTH]
     window,  # [M, window_width] int32
     window_counts,  # [M] int32
@@ -102,6 +115,8 @@ def _sparse_attention_kernel(
     ROWS: tl.constexpr,
     HAS_ENTRIES: tl.constexpr,
     PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr,
+    LEAST_ROWS: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -118,21 +133,42 @@ def _sparse_attention_kernel(
     else:
         most = tl.full([HEADS], float("-inf"), tl.float32)
         mass = tl.zeros([HEADS], tl.float32)
+    near = tl.load(window_counts + token)  # the rows of the window come first, then the entries
+    count = near
+    if HAS_ENTRIES:
+        count += tl.load(chosen_counts + token)
+    first, end = 0, count
+    flat = token * num_heads + head
+    if SPLIT:
+        split = tl.program_id(2)
+        length = tl.maximum(tl.cdiv(count, splits), LEAST_ROWS)
+        first = split * (tl.cdiv(length, ROWS) * ROWS)
+        end = tl.minimum(count, first + tl.cdiv(length, ROWS) * ROWS)
+        flat += split.to(tl.int64) * num_tokens * num_heads
+        if split > 0:  # the first split has the sink
+            most = tl.full([HEADS], float("-inf"), tl.float32)
+            mass = tl.zeros([HEADS], tl.float32)
     total = tl.zeros([HEADS, DIM], tl.float32)
     total, mass, most = _add_rows(
         total, mass, most, own, own_rest, raw, window + token * window_width,
-        tl.load(window_counts + token), scale, DIM, REST, WIDTH, PACKED, LATENT, PAGE_ROWS, SCALES,
+        first, tl.minimum(end, near), scale, DIM, REST, WIDTH, PACKED, LATENT, PAGE_ROWS, SCALES,
         ROWS, PRECISION,
     )  # fmt: skip
     if HAS_ENTRIES:
         total, mass, most = _add_rows(
             total, mass, most, own, own_rest, entries, chosen + token * chosen_width,
-            tl.load(chosen_counts + token), scale, DIM, REST, MORE_WIDTH, PACKED, LATENT, MORE_ROWS,
-            SCALES, ROWS, PRECISION,
+            tl.maximum(first - near, 0), end - near, scale, DIM, REST, MORE_WIDTH, PACKED, LATENT,
+            MORE_ROWS, SCALES, ROWS, PRECISION,
         )  # fmt: skip
-    result = total / mass[:, None]
-    at = (token * num_heads + head[:, None]) * DIM + tl.arange(0, DIM)[None, :]
-    tl.store(out + at, result.to(out.dtype.element_ty), mask=inside[:, None])
+    at = flat[:, None] * DIM + tl.arange(0, DIM)[None, :]
+    if SPLIT:
+        inside &= mass > 0  # a split without rows writes no partial
+        tl.store(out + at, total / mass[:, None], mask=inside[:, None])
+        own_lse = tl.where(mass > 0, most * _LOG2_E + tl.log2(mass), float("-inf"))
+        tl.store(lse + flat, own_lse, mask=head < num_heads)
+    else:
+        result = total / mass[:, None]
+        tl.store(out + at, result.to(out.dtype.element_ty), mask=inside[:, None])
 
 
 def sparse_attention(
@@ -158,15 +194,26 @@ def sparse_attention(
     heads = min(32, max(16, triton.next_power_of_2(num_heads)))
     wide = query.dtype == torch.float32
     latent = raw.fp8.latent if raw.fp8 is not None and raw.fp8.paged else 0
-    _sparse_attention_kernel[(num_tokens, triton.cdiv(num_heads, heads))](
-        query, out, raw.cache, window.slots, window.counts, window.slots.shape[1],
+    most_rows = window.slots.shape[1] + (listed.slots.shape[1] if listed is chosen else 0)
+    programs = num_tokens * triton.cdiv(num_heads, heads)
+    splits = num_splits(programs, most_rows, num_processors(query.device), _LEAST_ROWS)
+    target, lse = out, None
+    if splits > 1:
+        target = query.new_empty((splits, *out.shape), dtype=torch.float32)
+        lse = query.new_empty((splits, num_tokens, num_heads), dtype=torch.float32)
+    _sparse_attention_kernel[(num_tokens, triton.cdiv(num_heads, heads), splits)](
+        query, target, lse, num_tokens, splits, raw.cache,
+        window.slots, window.counts, window.slots.shape[1],
         more.cache, listed.slots, listed.counts, listed.slots.shape[1], sinks, scale, num_heads,
         DIM=dim, REST=rest, WIDTH=raw.cache.shape[-1], MORE_WIDTH=more.cache.shape[-1],
         PACKED=raw.fp8 is not None, LATENT=latent, PAGE_ROWS=raw.page_rows,
         MORE_ROWS=more.page_rows, SCALES=scale_bytes(latent),
         HEADS=heads, ROWS=16 if wide else 32, HAS_ENTRIES=entries is not None,
-        PRECISION="tf32x3" if wide else "tf32", num_warps=8, num_stages=1 if wide else 2,
+        PRECISION="tf32x3" if wide else "tf32", SPLIT=splits > 1, LEAST_ROWS=_LEAST_ROWS,
+        num_warps=8, num_stages=1 if wide else 2,
     )  # fmt: skip
+    if lse is not None:
+        sum_splits(target, lse, None, out, num_tokens)
     return out
 
 
