@@ -52,6 +52,7 @@ _MANY_BYTES = 1 << 50  # size of the KV cache, which uses no memory
 # share the rows of a step of thousands of tokens among more programs than those of a smaller one.
 _MANY_ROWS, _MANY_TOKENS = 257, LARGE[0].max_num_batched_tokens
 _SOME_PREFILL = 64  # tokens of a prefill beside verified drafts
+_SHORT_PREFILL = 32  # tokens; the tiles of more hold one prefill only
 
 
 # Called with the name of a stage once all its kernels have been launched.
@@ -194,7 +195,8 @@ def dry_start(
 def run_any_batch(
     parts: RunnerParts, max_num_tokens: int, draft_counts: Sequence[int] = ()
 ) -> None:
-    """Run the target on one prefill of every length in batches of every size.
+    """Run the target on one prefill of every length in batches of every size, and on batches of
+    short prefills alone.
 
     Attention runs outside graphs, and its tiles depend on both numbers. Powers of two, and one
     more, cover every kind of tile.
@@ -204,6 +206,7 @@ def run_any_batch(
     # A prefill's launch does not depend on the decodes beside it, which are verified drafts or not.
     batches = [(1, length) for length in lengths]
     batches += [(count + 1, _SOME_PREFILL) for count in draft_counts if count]
+    batches += [(length, length) for length in _powers(_SHORT_PREFILL)[1:]]
     for decode_len, length in batches:
         for num_reqs in _powers(buffers.max_num_reqs):
             num_tokens = length + (num_reqs - 1) * decode_len
