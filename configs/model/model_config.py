@@ -44,6 +44,8 @@ GGUF_TYPES = {
     "gemma3": "gemma3_text",
     "qwen2moe": "qwen2_moe",
     "qwen3moe": "qwen3_moe",
+    "gpt-oss": "gpt_oss",
+    "deepseek2": "deepseek_v3",  # or deepseek_v2, which the header says otherwise
 }
 
 # Ignored in downloads and folders: a second copy of the weights, in Mistral's own format.

@@ -85,11 +85,7 @@ class GGUFFile:
             raise ModelLoadError(f"{path} is not a readable GGUF file: {reason}.") from error
         self.architecture = str(self._value("general.architecture"))
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
-        self._block_names = _BLOCK_NAMES
-        if self.architecture == "gemma3":
-            self._block_names = _BLOCK_NAMES | families.GEMMA3_NAMES
-        elif self.architecture in families.WITH_EXPERTS:
-            self._block_names = _BLOCK_NAMES | families.EXPERT_NAMES
+        self._block_names = _BLOCK_NAMES | families.block_names(self.architecture)
         self.names = [own for own, *_ in self._entries()]
         self._parts: WantedParts = {}
 
@@ -98,8 +94,8 @@ class GGUFFile:
         matrices of experts yields each of them; of other tensors, the expert is None."""
         has_experts = self.architecture in families.WITH_EXPERTS
         for name, stored in self._tensors.items():
-            if name == _ROPE_DIVISORS:
-                continue
+            if name == _ROPE_DIVISORS or _half_of(name, families.VALUE_HALF) in self._tensors:
+                continue  # read with others
             experts = families.expert_names(name, _shape(stored)) if has_experts else ()
             is_stack = False
             for expert, own in enumerate(experts):
@@ -175,6 +171,8 @@ class GGUFFile:
         }
         if self.architecture == "gemma3":
             return families.gemma3_settings(config, self._setting)
+        if self.architecture in families.OWN_SETTINGS:
+            return self._own_settings(config)
         if self.architecture in families.WITH_EXPERTS:
             return families.expert_settings(self.architecture, config, self._setting)
         window = self._setting("attention.sliding_window")
@@ -185,6 +183,18 @@ class GGUFFile:
         elif config["model_type"] == "mistral":
             config["sliding_window"] = None
         return config
+
+    def _own_settings(self, config: dict[str, Any]) -> dict[str, Any]:
+        """`config` with the keys of a family. Raises ModelLoadError for values without sense."""
+        try:
+            own = families.OWN_SETTINGS[self.architecture](config, self._setting)
+            check_numbers(own)
+        except NotServed as error:
+            raise ModelLoadError(f"{self.path} cannot be served: {error}") from error
+        except (TypeError, ValueError, OverflowError) as error:
+            reason = f"its header has a wrong value: {first_line(error)}"
+            raise ModelLoadError(f"{self.path} cannot be served: {reason}.") from error
+        return own
 
     def _rope(self) -> dict[str, Any]:
         rope: dict[str, Any] = {
@@ -215,7 +225,8 @@ class GGUFFile:
         """Bytes of every weight in its stored, quantised form, or of the part that is wanted."""
         found = {
             own: int(stored.n_bytes) // (1 if expert is None else _shape(stored)[0])
-            for own, _, stored, expert in self._entries()
+            + self._bytes_of_half(name)
+            for own, name, stored, expert in self._entries()
         }
         for own, (shape, cut) in self._parts.items():
             found[own] = found[own] * cut.size // max(1, shape[cut.dim])
@@ -239,11 +250,37 @@ class GGUFFile:
             weight = self._part(own, _stored(stored, name, heads.get(kind), expert))
             data = stored.data if expert is None else stored.data[expert]
             touch(weight.data if isinstance(weight, StoredRows) else data, own, read)
+            if kind == families.KEY_HALF:
+                weight = self._with_value_half(name, weight, read)
             if kind == families.SHARED_GATE and isinstance(weight, Tensor):
                 weight = weight.reshape(1, -1)
             if self.architecture == "gemma3" and isinstance(weight, Tensor) and weight.dim() == 1:
                 weight = families.stored_norm(weight)
             yield own, weight
+
+    def _value_half(self, name: str) -> Any:
+        """The tensor of values beside one of keys. Raises ModelLoadError if there is none."""
+        other = _half_of(name, families.KEY_HALF)
+        stored = self._tensors.get(other)
+        if stored is None or len(stored.shape) != 3:
+            raise ModelLoadError(f"{self.path} lacks tensors: {other}.")
+        return stored
+
+    def _bytes_of_half(self, name: str) -> int:
+        """The bytes of values that are read with a tensor; of most, 0."""
+        is_key = _half_of(name, families.KEY_HALF)
+        return int(self._value_half(name).n_bytes) if is_key else 0
+
+    def _with_value_half(self, name: str, key: Stored, read: BytesRead) -> Tensor:
+        """The projection of keys and values, in fp32."""
+        stored = self._value_half(name)
+        value = _stored(stored, name, None)
+        touch(stored.data, self._name(name), read)
+        if not (isinstance(key, Tensor) and isinstance(value, Tensor)) or key.dim() != 3:
+            raise ModelLoadError(f"tensor {name} of {self.path} is not a stack of matrices.")
+        if key.shape[0] != value.shape[0] or key.shape[1] != value.shape[2]:
+            raise ModelLoadError(f"tensor {name} of {self.path} does not fit its values.")
+        return families.joined_halves(key, value)
 
     def keep_parts(self, parts: WantedParts) -> None:
         """Let `tensors` read and yield only these parts of matrices, if they are whole blocks."""
@@ -271,6 +308,10 @@ class GGUFFile:
         if stem in _TOP_NAMES:
             return f"{_TOP_NAMES[stem]}.{suffix}"
         parts = stem.split(".")
+        if len(parts) == 3 and parts[0] == "blk":
+            whole = families.WHOLE_NAMES.get(f"{parts[2]}.{suffix}")
+            if whole is not None:
+                return f"model.layers.{parts[1]}.{whole}"
         if len(parts) == 3 and parts[0] == "blk" and parts[2] in self._block_names:
             return f"model.layers.{parts[1]}.{self._block_names[parts[2]]}.{suffix}"
         return name
@@ -283,9 +324,19 @@ class GGUFFile:
                 yield own, _stored(stored, name, None, expert)
                 continue
             shape = _shape(stored) if expert is None else _shape(stored)[1:]
+            if _half_of(name, families.KEY_HALF):
+                values = _shape(self._value_half(name))
+                if len(shape) == 3:
+                    shape = (shape[0] * (shape[2] + values[1]), shape[1])
             if f".{families.SHARED_GATE}." in name:
                 shape = (1, *shape[-1:])
             yield own, torch.empty(shape, device="meta")
+
+
+def _half_of(name: str, half: str) -> str:
+    """The name of the other half if a tensor is this half of a projection; else empty."""
+    other = families.KEY_HALF if half == families.VALUE_HALF else families.VALUE_HALF
+    return name.replace(half, other) if f".{half}." in name else ""
 
 
 def _shape(stored: Any) -> tuple[int, ...]:

@@ -118,6 +118,31 @@ class DividedExperts(nn.Module):
         """The sum of `out` [T, H] over the ranks."""
         return out if self.ranks is None else self.ranks.sum(out)
 
+    def matrix_slots(
+        self,
+        path: str,
+        gate_up: ExpertStack,
+        down: ExpertStack,
+        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    ) -> Iterator[tuple[str, CheckpointSlot]]:
+        """The slots of each expert's matrices; of those of other ranks, nothing is read."""
+        size, hidden = self.size, down.rows
+        rows = ((gate_up, 0, size), (gate_up, size, size), (down, 0, hidden))
+        first = 0 if self.own is None else self.own.start
+        for expert in range(self.total):
+            here = expert - first
+            is_own = 0 <= here < self.count
+            for part, (stack, start, num_rows) in zip(names, rows, strict=True):
+                slot = stack.slot(here if is_own else 0, start, num_rows)
+                if not is_own:
+                    slot = replace(slot, load=_skip, cut=Cut(0, 0, 0))
+                elif self.share is not None:
+                    cut = replace(self.share, dim=int(stack is down))
+                    shape = [*slot.shape]
+                    shape[cut.dim] = self.intermediate
+                    slot = replace(slot, shape=tuple(shape), cut=cut)
+                yield f"{path}.{expert}.{part}.weight", slot
+
     def parts(self, x: Tensor, weights: Tensor, ids: Tensor, spare: int = 0) -> Tensor:
         """`forward`, or its parts; see `kernels.linear.moe.expert_parts`."""
         whole = self.ranks is None and self.shared is None
@@ -157,7 +182,8 @@ class Experts(DividedExperts):
 
     def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
         path = f"{parent}{name}"
-        forms = [(self._stacked(path), "stacked"), (self._matrices(path), "matrices")]
+        matrices = self.matrix_slots(path, self.gate_up, self.down, self.names)
+        forms = [(self._stacked(path), "stacked"), (matrices, "matrices")]
         if self.format.packed:  # random weights have the first form
             forms.reverse()
         for slots, form in forms:
@@ -177,25 +203,6 @@ class Experts(DividedExperts):
                 shape[1] = 2 * self.intermediate
                 cut = stacked([(self.intermediate, self.share)] * 2, dim=1)
             yield f"{path}.{part}", replace(slot, shape=tuple(shape), cut=cut)
-
-    def _matrices(self, path: str) -> Iterator[tuple[str, CheckpointSlot]]:
-        """The slots of each expert's matrices; of those of other ranks, nothing is read."""
-        size, hidden = self.size, self.down.rows
-        rows = ((self.gate_up, 0, size), (self.gate_up, size, size), (self.down, 0, hidden))
-        first = 0 if self.own is None else self.own.start
-        for expert in range(self.total):
-            here = expert - first
-            is_own = 0 <= here < self.count
-            for part, (stack, start, num_rows) in zip(self.names, rows, strict=True):
-                slot = stack.slot(here if is_own else 0, start, num_rows)
-                if not is_own:
-                    slot = replace(slot, load=_skip, cut=Cut(0, 0, 0))
-                elif self.share is not None:
-                    cut = replace(self.share, dim=int(stack is self.down))
-                    shape = [*slot.shape]
-                    shape[cut.dim] = self.intermediate
-                    slot = replace(slot, shape=tuple(shape), cut=cut)
-                yield f"{path}.{expert}.{part}.weight", slot
 
 
 def _skip(weight: object) -> None:

@@ -15,13 +15,30 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from .gguf_metadata import read_gguf_metadata
 
 # Byte-level vocabularies that use GPT-2's split pattern, and so can be converted without
 # transformers.
 _GPT2_SPLIT = {"gpt-2", "smollm"}
+# Patterns that split a text, one after another, of tokenizers whose names GGUF headers have.
+_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_LOWER, _UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_SPLITS = {
+    "gpt-4o": (  # OpenAI's o200k
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDINGS}"
+        rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDINGS}"
+        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
+    "deepseek-v3": (
+        r"\p{N}{1,3}",
+        "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"
+        r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
+}
 _SINGLE_DIGITS = {"smollm"}  # those that split digits one by one first
 ORPHANED = 3  # exit status if the server has exited
 _CONTROL, _USER_DEFINED = 3, 4  # GGUF token types
@@ -42,9 +59,11 @@ def byte_level_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
         vocab=vocab, merges=merges, continuing_subword_prefix="", end_of_word_suffix=""
     )
     tokenizer = Tokenizer(model)
-    steps: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    patterns = _SPLITS.get(metadata.get("tokenizer.ggml.pre", ""), ())
+    steps: list[Any] = [pre_tokenizers.Split(Regex(own), "isolated") for own in patterns]
     if metadata.get("tokenizer.ggml.pre") in _SINGLE_DIGITS:
-        steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not patterns))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps) if len(steps) > 1 else steps[0]
     tokenizer.decoder = decoders.ByteLevel()
     kinds = metadata.get("tokenizer.ggml.token_type") or []
@@ -103,7 +122,7 @@ def convert_gguf(source: Path, folder: Path) -> None:
     metadata = read_gguf_metadata(source)
     if "tokenizer.ggml.tokens" not in metadata:
         raise SystemExit(f"{source} contains no tokenizer.")
-    plain = metadata.get("tokenizer.ggml.pre", "gpt-2") in _GPT2_SPLIT
+    plain = metadata.get("tokenizer.ggml.pre", "gpt-2") in {*_GPT2_SPLIT, *_SPLITS}
     config = gguf_config(metadata)
     if metadata.get("tokenizer.ggml.model") == "gpt2" and plain:
         byte_level_tokenizer(metadata).save(str(folder / "tokenizer.json"))

@@ -2,7 +2,8 @@
 
 Checkpoints store the experts as MXFP4 (blocks of 32 numbers of 4 bits with a common power of two),
 or as stacked matrices [in, out]. MXFP4 stays so in memory where kernels read it, and is widened
-elsewhere.
+elsewhere. GGUF files have a matrix for each of gate, up and down of an expert, and their biases
+apart.
 """
 
 from __future__ import annotations
@@ -99,15 +100,22 @@ class GptOssExperts(DividedExperts):
             fill: Callable[[Tensor], None] = functools.partial(self._fill_bias, bias)
             if stack is self.down and self.share is not None and self.share.start > 0:
                 fill = functools.partial(_fill_zeros, bias)  # the sum over ranks holds it once
-            yield f"{path}.{part}_proj_bias", self._slot(shape[:2], fill, init="zeros")
+            form = (f"{path}.bias", "joined") if stack is self.gate_up else None
+            yield f"{path}.{part}_proj_bias", self._slot(shape[:2], fill, form, "zeros")
             load = functools.partial(self._take_matrices, stack)
             matrices = (shape[0], shape[2], shape[1])
             yield f"{path}.{part}_proj", self._slot(matrices, load, (path, "matrices"))
             pair = _BlocksAndScales(functools.partial(self._take_blocks, stack))
-            grid, form = (*shape[:2], shape[2] // _GROUP), (path, "mxfp4")
-            blocks = self._slot((*grid, _GROUP // 2), pair.take_blocks, form)
+            grid, kind = (*shape[:2], shape[2] // _GROUP), (path, "mxfp4")
+            blocks = self._slot((*grid, _GROUP // 2), pair.take_blocks, kind)
             yield f"{path}.{part}_proj_blocks", blocks
-            yield f"{path}.{part}_proj_scales", self._slot(grid, pair.take_scales, form)
+            yield f"{path}.{part}_proj_scales", self._slot(grid, pair.take_scales, kind)
+        for start, part in ((0, "gate"), (self.size, "up")):
+            fill = functools.partial(self._fill_half, start)
+            slot = self._slot((self.total, whole), fill, (f"{path}.bias", "apart"), "zeros")
+            yield f"{path}.{part}_proj_bias", slot
+        for stored, slot in self.matrix_slots(path, self.gate_up, self.down):
+            yield stored, replace(slot, form=(path, "apart"))
 
     def _slot(
         self,
@@ -121,6 +129,11 @@ class GptOssExperts(DividedExperts):
     def _fill_bias(self, target: Tensor, stored: Tensor) -> None:
         own = stored if target is self.down_bias else _halves(stored, self.features, dim=1)
         target.copy_(own)
+
+    def _fill_half(self, start: int, stored: Tensor) -> None:
+        """Take the biases [E, I] of gates or ups, whose own rows begin at `start`."""
+        own = stored[:, self.features.start : self.features.stop]
+        self.gate_up_bias[:, start : start + self.size].copy_(own)
 
     def _take_matrices(self, stack: ExpertStack, stored: Tensor) -> None:
         """Take the matrices [E, C, R] of the experts here, or this rank's part of them."""

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Backend
 from slipstream.server.text import tokenizer_source
 from slipstream.server.text.gguf_metadata import GGUFError, read_gguf_metadata
 from slipstream.server.text.tokenizer import Tokenizer, TokenizerLoadError
-from slipstream.server.text.tokenizer_convert import gguf_config, gguf_eos_ids
+from slipstream.server.text.tokenizer_convert import byte_level_tokenizer, gguf_config, gguf_eos_ids
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 TOKENS = ["<s>", "</s>", "<|im_end|>", "<think>", *ALPHABET, "he"]
@@ -253,3 +253,41 @@ def test_mistrals_tekken_is_converted(tmp_path: Path) -> None:
     assert tokenizer.chat_template is not None and tokenizer.special_tokens["bos_token"] == "<s>"
     chars = tokenizer.detokenizer()
     assert "".join(chars.push([i]) for i in ids) + chars.flush() == text
+
+
+TEXT = (
+    "Hello World's end, DON'T stop: 1234567 items/day\n\n  \t x ÉCOLE naïve_name foo.Bar() "
+    "你好吗かな 12年 … “quoted”!!\r\n<tag/> ǅ a  \n"
+)
+
+
+def split(pre: str, text: str) -> list[str]:
+    """The pieces of a text before merges, of a GGUF file whose header names the splits `pre`."""
+    metadata = {
+        "tokenizer.ggml.tokens": ["a"],
+        "tokenizer.ggml.merges": [],
+        "tokenizer.ggml.pre": pre,
+    }
+    backend = byte_level_tokenizer(metadata)
+    assert backend.pre_tokenizer is not None
+    pieces = backend.pre_tokenizer.pre_tokenize_str(text)
+    return [text[start:end] for _, (start, end) in pieces]
+
+
+def test_texts_are_split_as_tiktoken_does_for_gpt_oss(monkeypatch: pytest.MonkeyPatch) -> None:
+    public = pytest.importorskip("tiktoken_ext.openai_public")
+    regex = pytest.importorskip("regex")
+    monkeypatch.setattr(public, "load_tiktoken_bpe", lambda *args, **kwargs: {})  # a download
+    pattern = public.o200k_base()["pat_str"]
+    assert split("gpt-4o", TEXT) == regex.findall(pattern, TEXT)
+
+
+def test_texts_are_split_as_deepseek_v3_does() -> None:
+    """Digits in threes, Chinese and Japanese runs apart, punctuation with the letters after it."""
+    pieces = split("deepseek-v3", TEXT)
+    assert "".join(pieces) == TEXT
+    for piece in ("Hello", " World", "'s", "'T", "123", "456", "7", "/day", "\n\n", " ÉCOLE"):
+        assert piece in pieces
+    for piece in ("_name", ".Bar", "()", "你好吗かな", "12", "年", "”!!\r\n", "/>"):
+        assert piece in pieces
+    assert split("gpt-2", "abc 1234567") == ["abc", " 1234567"]
