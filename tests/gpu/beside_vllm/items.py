@@ -46,6 +46,7 @@ class Offline:
     drafts: Drafts | None = None
     gpus: int = 1
     max_num_seqs: int = 256
+    own_kv_gib: int = 0  # of ours, if it differs: recurrent states are in vLLM's KV cache
 
 
 RATES = (0.80, 0.60, 0.42)
@@ -64,11 +65,11 @@ OFFLINE = {
     "qwen3-30b-a3b": Offline("qwen3-30b-a3b", FEW, 8, max_num_seqs=128),
     "qwen3-30b-a3b-fp8": Offline("qwen3-30b-a3b-fp8", FEW, 8, max_num_seqs=128),
     "gpt-oss-20b": Offline("gpt-oss-20b", FEW, 8, max_num_seqs=128),
-    "qwen3.5-27b": Offline("qwen3.5-27b", FEW, 30, max_num_seqs=128),
+    "qwen3.5-27b": Offline("qwen3.5-27b", FEW, 30, max_num_seqs=128, own_kv_gib=8),
     "qwen3-30b-a3b+eagle3": Offline("qwen3-30b-a3b", FEW, 8, EAGLE_QWEN, 1, 128),
     "qwen3-30b-a3b-fp8+eagle3": Offline("qwen3-30b-a3b-fp8", FEW, 8, EAGLE_QWEN, 1, 128),
     "gpt-oss-20b+eagle3": Offline("gpt-oss-20b", FEW, 8, EAGLE_OSS, 1, 128),
-    "qwen3.5-27b+mtp": Offline("qwen3.5-27b", FEW, 68, MTP, 1, 128),
+    "qwen3.5-27b+mtp": Offline("qwen3.5-27b", FEW, 68, MTP, 1, 128, 8),
     "llama-8b": Offline("llama-8b", ALL, 14),
     "llama-8b-fp8": Offline("llama-8b-fp8", ALL, 14),
     "llama-8b-int4": Offline("llama-8b-int4", ALL, 14),
@@ -107,11 +108,12 @@ def offline_command(side: str, item: Offline, models: Path, figures: Path, gate:
             batches, str(item.kv_gib), str(gate), "128", str(DECODED), json.dumps(options),
         ]  # fmt: skip
     drafts = json.dumps(item.drafts.config(models, side)) if item.drafts else "off"
+    own_kv = f"{item.own_kv_gib or item.kv_gib}G"
     return [
         *SLIPSTREAM, "bench", "offline", folder, "--load-format", "dummy",
         "--batch-sizes", batches, "--output-len", str(DECODED), "--num-iters", "2",
         "--max-model-len", "4096", "--max-num-seqs", seqs, "--max-num-batched-tokens", "8192",
-        "--no-enable-prefix-caching", "--kv-cache-memory-bytes", f"{item.kv_gib}G",
+        "--no-enable-prefix-caching", "--kv-cache-memory-bytes", own_kv,
         "-tp", str(item.gpus), "-sc", drafts, "--output", str(figures),
     ]  # fmt: skip
 
