@@ -48,7 +48,7 @@ case $call in
     {
       lane ours 0,1 0-31 $((left * 2 / 5)) llama-8b-tp2 / llama-8b-tp2+eagle3 / llama-70b-tp2 / \
         llama-70b-tp2+eagle3
-      lane vllm 0,1 0-31 $((total - SECONDS - 10)) llama-8b-tp2 llama-8b-tp2+eagle3 / \
+      lane vllm 0,1 0-31 $((total - SECONDS - 10)) llama-8b-tp2 llama-8b-tp2+eagle3 \
         llama-70b-tp2 / llama-70b-tp2+eagle3
     } &
     ;;

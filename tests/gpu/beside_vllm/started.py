@@ -120,7 +120,7 @@ def all_ready(
     processes: Sequence[Started],
     ready: Callable[[Started], bool],
     until: float,
-    patience: float = 100.0,
+    patience: float = 180.0,
 ) -> list[Started]:
     """Wait until each process is ready or has failed, and end those that are neither in time.
 
