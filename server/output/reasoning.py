@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from ..tool_parsers.base import ContentDelta, Parser, ReasoningDelta, Wait
+from ..tool_parsers.deepseek import BLOCKS, INVOKE
 
 
 class ReasoningParser(Parser):
@@ -17,6 +18,7 @@ class ReasoningParser(Parser):
     begin: ClassVar[str] = "<think>"
     end: ClassVar[str] = "</think>"
     starts_inside: ClassVar[bool] = False  # if the prompt does not show it
+    begins_answer: ClassVar[tuple[str, ...]] = ()  # texts that end reasoning and belong to the rest
     special_tokens = ("<think>", "</think>")
 
     def __init__(self, prompt: str | None = None) -> None:
@@ -39,7 +41,9 @@ class ReasoningParser(Parser):
         """Emit the text before the end marker as reasoning."""
         yield from self.take_space()
         self._space = ""
-        yield from self.take_until([self.end], self._reason)
+        marker = yield from self.take_until([self.end, *self.begins_answer], self._reason)
+        if marker != self.end:
+            self._buffer = marker + self._buffer
         self._space = ""
         yield from self.take_space()
 
@@ -64,7 +68,9 @@ class DeepSeekR1Parser(ReasoningParser):
 
 class DeepSeekV4Parser(ReasoningParser):
     """DeepSeek V4 reasons if the end of the prompt has the opening marker; without reasoning, the
-    prompt ends with the closing one."""
+    prompt ends with the closing one. It may call a tool without closing its reasoning."""
+
+    begins_answer = (*BLOCKS, INVOKE)
 
     @classmethod
     def answer_header(cls, prompt: str) -> str:

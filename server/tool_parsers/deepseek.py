@@ -18,7 +18,10 @@ CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, SEPARATOR, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 
 DSML = "｜DSML｜"
-BLOCKS = {f"<{DSML}{name}>": f"</{DSML}{name}>" for name in ("tool_calls", "function_calls")}
+# The elements around calls, in V4, in V3.2, and as V4 writes it now and then.
+_BLOCKS = ("tool_calls", "function_calls", "toolcalls")
+BLOCKS = tuple(f"<{DSML}{name}>" for name in _BLOCKS)
+BLOCK_ENDS = tuple(f"</{DSML}{name}>" for name in _BLOCKS)
 INVOKE, INVOKE_END = f'<{DSML}invoke name="', f"</{DSML}invoke>"
 PARAMETER, PARAMETER_END = f'<{DSML}parameter name="', f"</{DSML}parameter>"
 THINK, THINK_END = "<think>", "</think>"
@@ -151,8 +154,7 @@ class DsmlToolParser(ToolParser):
     def run(self) -> Wait[None]:
         """As in the base class."""
         while raw := (yield from self.take_until([*BLOCKS, INVOKE], self.content)):
-            end = BLOCKS.get(raw)
-            if end is not None:
+            if raw in BLOCKS:
                 raw += yield from self.take_space()
                 raw += yield from self.take_any([INVOKE])
             while raw.endswith(INVOKE):
@@ -166,7 +168,7 @@ class DsmlToolParser(ToolParser):
                 self._ends = (PARAMETER_END,) if is_exact else _VALUE_ENDS
                 yield from self._arguments()
                 raw = yield from self.take_space()
-                if end is not None and (yield from self.take_any([end])):
+                if (yield from self.take_any(BLOCK_ENDS)):
                     raw = ""
                     break
                 raw += yield from self.take_any([INVOKE])

@@ -16,6 +16,9 @@ from slipstream.server.chat_templates.deepseek import (
     DeepSeekV32Encoder,
     find_encoder,
 )
+from slipstream.server.text.tokenizer import Tokenizer
+
+from ..api_fakes import byte_tokenizer
 
 HERE = Path(__file__).parent
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
@@ -333,6 +336,13 @@ def test_a_client_s_text_stays_text(encoder: DeepSeekEncoder) -> None:
 
 
 @BOTH
+def test_a_prompt_grows_with_the_chat_alone(encoder: DeepSeekEncoder) -> None:
+    turn = [say("user", "a"), thought("b", "c", ("f", {"x": 1})), say("tool", "d")]
+    small, large = (len(render(encoder, turn * count, [WEATHER])) for count in (10, 20))
+    assert len(render(encoder, turn * 1000, [WEATHER])) < 100 * (large - small) + large
+
+
+@BOTH
 def test_other_roles_are_refused(encoder: DeepSeekEncoder) -> None:
     with pytest.raises(ChatTemplateError, match="the model knows no messages of role 'judge'"):
         render(encoder, [say("judge", "Hi")])
@@ -351,6 +361,11 @@ def test_a_template_wins_and_a_config_names_the_encoder(tmp_path: Path) -> None:
     assert isinstance(find_encoder(named, None), DeepSeekV4Encoder)
     for config in ({}, {"model_type": "deepseek_v3"}, {"architectures": 5, "model_type": []}):
         assert find_encoder(config, None) is None
+
+    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v32"}')
+    byte_tokenizer().backend.save(str(tmp_path / "tokenizer.json"))
+    assert isinstance(Tokenizer.load(str(tmp_path)).chat_encoder, DeepSeekV32Encoder)
+    assert byte_tokenizer().chat_encoder is None
 
     def most(folder: Path) -> str:
         encoder = find_encoder({"model_type": "deepseek_v4"}, folder)

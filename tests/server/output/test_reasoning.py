@@ -30,6 +30,13 @@ CASES = [
     ("deepseek_r1", "x<think>\n\n</think>\n\n", "Four.", "", "Four."),
     ("deepseek_v4", "x<｜Assistant｜><think>", "hm</think>Four.", "hm", "Four."),
     ("deepseek_v4", "x<｜Assistant｜></think>", "Four </think>.", "", "Four </think>."),
+    (
+        "deepseek_v4",
+        "x<think>",
+        "a <｜DSML｜b\n\n<｜DSML｜tool_calls>",
+        "a <｜DSML｜b",
+        "<｜DSML｜tool_calls>",
+    ),
     ("qwen3", None, "<think>\nhm <b>\n</think>\n\nFour.\n", "hm <b>", "Four.\n"),
     ("qwen3", None, "\n<think>\n\n</think>\n\n Four.", "", "Four."),
     ("qwen3", None, " Four <think>x</think>.", "", " Four <think>x</think>."),
@@ -77,6 +84,22 @@ def test_tool_calls_are_looked_for_behind_the_reasoning_only() -> None:
         assert parsed.reasoning == f"I could {call}"
         assert parsed.content == "I call."
         assert [(c.name, c.arguments) for c in parsed.tool_calls] == [("f", '{"a": 1}')] * 2
+
+
+@pytest.mark.parametrize("block", ["tool_calls", "function_calls"])
+@pytest.mark.parametrize("end", ["", "</think>", "</think>\n\nI call."])
+def test_deepseek_may_call_without_closing_its_reasoning(block: str, end: str) -> None:
+    argument = '<｜DSML｜parameter name="a" string="false">1</｜DSML｜parameter>'
+    call = f'<｜DSML｜invoke name="f">\n{argument}\n</｜DSML｜invoke>'
+    call = f"<｜DSML｜{block}>\n{call}\n</｜DSML｜{block}>"
+    text = f"I could call f.{end}\n\n{call}"
+    reasoning = reasoning_parser_class("deepseek_v4")
+    for pieces in ([text], list(text), *([text[:at], text[at:]] for at in range(len(text)))):
+        tools = tool_parser_class("deepseek_v32" if block == "function_calls" else "deepseek_v4")()
+        parsed = parse(OutputParser(reasoning("x<think>"), tools), pieces)
+        assert parsed.reasoning == "I could call f."
+        assert parsed.content == end.removeprefix("</think>").strip()
+        assert [(c.name, c.arguments) for c in parsed.tool_calls] == [("f", '{"a": 1}')]
 
 
 def test_each_part_may_be_missing() -> None:

@@ -167,6 +167,8 @@ CASES: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
         (f'{MI}f"> junk', " junk", [("f", "{}")]),
         (f"{MB}\nnothing{ME}", f"{MB}\nnothing{ME}", []),
         (f"{MI}f>x", f"{MI}f>x", []),
+        (f"Hm.\n\n<｜DSML｜toolcalls>\n{MN}\n{ME}", "Hm.", [N]),
+        (f"{MN}\n{ME}.", ".", [N]),
         (f"x{MB}{MI}fun", f"x{MB}{MI}fun", []),
     ],
     "gemma": [
