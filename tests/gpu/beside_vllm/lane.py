@@ -48,6 +48,7 @@ class Lane:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.side, self.gpus, self.out = args.side, args.gpus, Path(args.out)
+        self.copies = [Path(args.copy)] if args.copy else []
         self.models, self.logs = Path(args.models), Path(args.logs)
         self.cores = cores_of(args.cores)
         half = max(1, len(self.cores) // 2)
@@ -64,8 +65,9 @@ class Lane:
     def report(self, item: str, **figures: Any) -> None:
         """Write one line, at once."""
         line = {"side": self.side, "item": item} | figures
-        with self.out.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        for path in (self.out, *self.copies):
+            with path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
         print(json.dumps(line), flush=True)
 
     def start(self, name: str, command: Sequence[str], cores: Sequence[int], **env: str) -> Started:
@@ -288,6 +290,7 @@ def main() -> None:
     parser.add_argument("--cores", default="0-15")
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--models", required=True)
+    parser.add_argument("--copy", help="a second file with the same lines")
     parser.add_argument("--logs", default="/tmp/beside_vllm")
     args = parser.parse_args()
     lane = Lane(args)
