@@ -24,7 +24,10 @@ class Quantised:
 
 @dataclass(frozen=True)
 class Row:
-    """A kernel for up to 16 rows on the tensor cores. The next kernel sums the parts of a split."""
+    """A kernel for up to 16 rows on the tensor cores.
+
+    The next kernel sums the parts of a split, or the last program of some weight rows does.
+    """
 
     block_n: int  # weight rows of a program
     stages: int
@@ -34,6 +37,7 @@ class Row:
     norm: int = 1  # 1 = the kernel applies the norm before the layer; only of one row
     early: int = 16  # MiB of the matrix, at most, prefetched into L2 before the input is ready
     starts: int = 0  # as of `Gemv`
+    sums: int = 0  # 1 = the last program sums the parts, and adds a residual
 
 
 PackedChoice: TypeAlias = Choice | Quantised | Row
@@ -49,8 +53,11 @@ def format_name(weight: TiledWeight) -> str:
 
 
 def fits_row(weight: TiledWeight) -> bool:
-    """Whether the kernel of `Row` knows the format: whole spans, slices of 64, no offsets."""
+    """Whether the kernel of `Row` knows the format: whole spans, slices of 64, no offsets, scales
+    of one level."""
     if weight.slice_width != WIDTH or weight.offsets is not None:
+        return False
+    if weight.super_scales is not None:
         return False
     return weight.columns % (weight.slices * WIDTH) == 0
 
@@ -58,7 +65,9 @@ def fits_row(weight: TiledWeight) -> bool:
 def fits_gemv(weight: TiledWeight) -> bool:
     """Whether the kernel of `Gemv` knows the format: 8 bits, scales of rows or of 128 columns."""
     whole = weight.group >= weight.columns
-    return weight.slices == 2 and weight.offsets is None and (whole or weight.group == 128)
+    if weight.slices != 2 or weight.offsets is not None or weight.super_scales is not None:
+        return False
+    return whole or weight.group == 128
 
 
 def fits(weight: TiledWeight, choice: PackedChoice) -> bool:

@@ -69,6 +69,8 @@ def few() -> None:
     for name, rows in (("fp8b", 8), ("int4z", 1), ("q4k", 8), ("nvfp4", 64)):
         experts(name, QWEN, rows)
     check_instructions()
+    choice = Row(16, 5, 4, 2, sums=1)
+    packed_linear(meta(1, 1024), tile_on_meta("int4", qkv), None, choice, None, meta(1, 512))
     one("int4", qkv, Row(16, 3, 4, 1, starts=1), 1)  # the next kernel starts before the wait
     before, wait, _ = kernels[-1].asm["ptx"].partition("griddepcontrol.wait")
     assert wait and "griddepcontrol.launch_dependents" in before

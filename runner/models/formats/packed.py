@@ -121,7 +121,9 @@ class PackedLayer(nn.Module):
     def adds(self, num_rows: int) -> bool:
         """True if the kernel for `num_rows` rows can add a residual itself."""
         choice = self._choice_for(num_rows)
-        return isinstance(choice, Gemv) or (isinstance(choice, Row) and choice.split_k == 1)
+        if isinstance(choice, Row):
+            return choice.split_k == 1 or choice.sums > 0
+        return isinstance(choice, Gemv)
 
     def by_torch(self, num_rows: int) -> bool:
         """True if torch computes the product of `num_rows` rows, by a copy of one matrix."""
