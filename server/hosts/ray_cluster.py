@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future
-from threading import Thread
+from threading import Thread, current_thread, main_thread
 from typing import Any, TypeVar
 
 from ...configs.schema import Config
@@ -74,6 +75,7 @@ class RayCluster:
     async def connect(self) -> str:
         """Connect to the cluster; returns this host's address. Raises WorkerFailed."""
         self._address = await _in_thread(self._connect)
+        _take_back_sigterm()
         return self._address
 
     def _connect(self) -> str:
@@ -171,6 +173,17 @@ class RayCluster:
         for first in list(self._groups):
             self._remove(first)
         ray.shutdown()
+
+
+def _take_back_sigterm() -> None:
+    """Put Python's handler of SIGTERM in place of Ray's, which is meant for a process that dies.
+
+    Ray's core calls the former handler, but also sets an alarm that aborts the process three
+    seconds later, in the middle of its drain. Call it in the main thread.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    if handler is not None and current_thread() is main_thread():
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _in_thread(function: Callable[..., T], *args: object) -> asyncio.Future[T]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import os
+import signal
 import sys
 import time
+import types
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +25,7 @@ from slipstream.server.hosts.agent import Agent, agent_of
 from slipstream.server.hosts.agreement import HostsError, membership, model_digest
 from slipstream.server.hosts.executor import HostsExecutor
 from slipstream.server.hosts.node_messages import Join
+from slipstream.server.hosts.ray_cluster import RayCluster
 from slipstream.server.request_stream import EngineDead
 
 from ...end_to_end.running_server import free_port
@@ -250,6 +254,29 @@ async def test_ray_that_is_not_installed_is_named(
     hosts = HostsConfig(distributed_executor_backend="ray")
     with pytest.raises(WorkerFailed, match=r"needs Ray: pip install 'slipstream\[ray\]'"):
         await HostsExecutor(replace(config, hosts=hosts), print).__aenter__()
+
+
+async def test_ray_does_not_keep_sigterm(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's core takes the signal and aborts the process three seconds after it."""
+
+    class FakeRay:
+        util = types.SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1")
+
+        def init(self, **_: Any) -> None:
+            ctypes.CDLL(None).signal(signal.SIGTERM, ctypes.c_void_p(1))  # is ignored from now on
+
+        def cluster_resources(self) -> dict[str, float]:
+            return {"CPU": 2}
+
+    monkeypatch.setitem(sys.modules, "ray", FakeRay())
+    asked, loop = asyncio.Event(), asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, asked.set)
+    try:
+        assert await RayCluster(config, 3, SECRET).connect() == "127.0.0.1"
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(asked.wait(), 5)
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
 
 
 def test_a_models_digest_names_its_config_and_weights(tmp_path: Path) -> None:
