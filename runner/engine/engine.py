@@ -171,14 +171,17 @@ class Engine:
         plan = self._scheduler.schedule()
         if plan is None:
             return self._launch_for_others()
-        if self.drafts is not None:
-            self._scheduler.set_num_speculative_tokens(self.drafts.complete(plan))
+        wanted = None if self.drafts is None else self.drafts.complete(plan)
         if plan.has_grammar:
             self._runner.forward(plan)
             self._forwarded = plan
-            return False
-        self._in_flight.append((plan, self._runner.execute(plan), []))
-        return True
+        else:
+            self._in_flight.append((plan, self._runner.execute(plan), []))
+        if wanted is not None:
+            if self._lockstep is not None and plan.num_drafts:
+                wanted = self._lockstep.num_drafts(wanted)
+            self._scheduler.set_num_speculative_tokens(wanted)
+        return not plan.has_grammar
 
     def _launch_for_others(self) -> bool:
         """Launch a step without rows if other engines need one, unless own rows are in flight,

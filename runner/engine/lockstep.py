@@ -20,6 +20,9 @@ class Sync(Protocol):
     def is_active(self) -> bool: ...
 
     @property
+    def kept_drafts(self) -> int: ...
+
+    @property
     def loads(self) -> ExpertLoads | None: ...
 
 
@@ -46,6 +49,14 @@ class Lockstep:
         if heard is not None:
             self._wave = heard
         return self._wave is not None or self._sync.is_active
+
+    def num_drafts(self, wanted: int) -> int:
+        """How many drafts the next step verifies if this engine alone would verify `wanted`.
+
+        A step of the CPU may still have to agree on it. It then verifies what was made: a missing
+        draft is rejected.
+        """
+        return max(wanted, self._sync.kept_drafts) if wanted else 0
 
     def take_load(self) -> ExpertLoad | None:
         """The newest report of the experts' load, once."""

@@ -61,6 +61,7 @@ class StepAgreement:
     num_draft_reqs: int  # N of every draft decode on every rank; its dispatch is (N, N, 1)
     uniform_token_count: int | None  # of all ranks with work
     num_drafts: int = 0  # drafts that every rank makes: the most that any rank wants
+    kept_drafts: int = 0  # of them, those that this rank keeps for its next step
     # [dp] each rank's tokens and requests, without dummies and padding
     real_tokens: tuple[int, ...] = ()
     real_reqs: tuple[int, ...] = ()
@@ -107,6 +108,7 @@ def decide(
     for index, count in enumerate(tokens):
         if count == 0:
             tokens[index], reqs[index] = dummy, 1
+    kept = _kept_drafts(table, rank, busy)
     mode = CUDAGraphMode(min(table[_MODE][index] for index in busy))
     most_tokens, most_reqs, drafts = max(tokens), max(reqs), max(table[_DRAFTS])
     desc = eager_descriptor(0, 0, None)
@@ -115,9 +117,27 @@ def decide(
     if desc.mode is CUDAGraphMode.NONE:
         own = uniform or table[_UNIFORM][rank] or None
         desc = eager_descriptor(tokens[rank], reqs[rank], own)
-        return StepAgreement(True, desc, tuple(tokens), most_reqs, uniform, drafts, *real)
+        return StepAgreement(True, desc, tuple(tokens), most_reqs, uniform, drafts, kept, *real)
     across = (desc.num_tokens,) * len(tokens)
-    return StepAgreement(True, desc, across, most_reqs, uniform, drafts, *real)
+    return StepAgreement(True, desc, across, most_reqs, uniform, drafts, kept, *real)
+
+
+def _kept_drafts(table: Sequence[Sequence[int]], rank: int, busy: Sequence[int]) -> int:
+    """How many drafts a rank keeps for its next step: those that it wants, or the most that any
+    rank wants.
+
+    If all keep equally many, the next step is uniform on all ranks, so that it runs whole in
+    graphs. They do if all of them decode and draft, and if no rank's step then has more rows than
+    the largest step would have anyway, to which every rank's is padded.
+    """
+    wants = [table[_DRAFTS][index] for index in busy]
+    most = max(wants)
+    if rank in busy and min(wants) > 0 and all(table[_UNIFORM][index] for index in busy):
+        reqs = [table[_REQS][index] for index in busy]
+        largest = max(count * (want + 1) for count, want in zip(reqs, wants, strict=True))
+        if max(reqs) * (most + 1) <= largest:
+            return most
+    return table[_DRAFTS][rank]
 
 
 class SharedTarget(Protocol):
@@ -161,6 +181,7 @@ class DataParallelSync:
         self.loads = loads
         self.num_exchanges = 0
         self.wave = 0  # the number of times that all ranks have come to rest
+        self.kept_drafts = 0  # see `StepAgreement`; of the newest step; other threads may read it
         self.is_active = False  # some rank had work in the last step; other threads may read it
         self._dispatch = dispatch
         self._idle_query_len = idle_query_len
@@ -190,7 +211,7 @@ class DataParallelSync:
         batch = RankBatch(num_tokens, num_reqs, uniform, uniform, desc.mode, num_drafts)
         table = self._sum_over_ranks(encode(batch, self._rank, self._size))
         found = decide(table.tolist(), self._rank, self._dispatch, self._idle_query_len)
-        self.is_active = found.has_work
+        self.is_active, self.kept_drafts = found.has_work, found.kept_drafts
         self.wave += not found.has_work
         if found.has_work and self._exchange is not None:
             counts = padded_counts(found.real_tokens, found.real_reqs)

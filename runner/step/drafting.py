@@ -113,17 +113,20 @@ class Drafting:
             mode=batch.mode,
             all_greedy=not self._table.sampling.features(batch.slots) & Feature.RANDOM,
         )
+        kept = plan.num_drafts  # of those that are made; another rank may have wanted more
+        if kept and agreement is not None:
+            kept = agreement.kept_drafts
         if plan.defers_drafter:
             (self._graphs or self._speculator).defer(inputs)
         elif self._graphs is not None:
-            self._graphs.limit(_most_drafts(plan))
+            self._graphs.limit(_most_drafts(plan, kept))
             self._graphs.propose(inputs)
         else:
             drafts = self._speculator.propose(inputs)  # [N, up to K]
-            if plan.num_drafts != 0:
-                # Another rank may have wanted more.
-                self._store_drafts(batch, plan, drafts[:, : plan.num_drafts], num_sampled)
-        if plan.num_drafts == 0:
+            if kept != 0:
+                limit = _most_drafts(plan, kept)
+                self._store_drafts(batch, limit, drafts[:, :kept], num_sampled)
+        if kept == 0:
             self._store_no_drafts(batch)
         else:
             self._drafted.update(batch.slots)
@@ -153,7 +156,7 @@ class Drafting:
             self._drafted.difference_update(batch.slots)
 
     def _store_drafts(
-        self, batch: InputBatch, plan: StepPlan, drafts: Tensor, num_sampled: Tensor
+        self, batch: InputBatch, limit: int | list[int], drafts: Tensor, num_sampled: Tensor
     ) -> None:
         table = self._table
         slots = batch.idx_mapping[: batch.num_reqs]  # [N] batch row -> slot
@@ -163,7 +166,6 @@ class Drafting:
         steps = torch.arange(drafts.shape[1], device=drafts.device)
         # No draft beyond the request's cap, and none for an unfinished prompt.
         most = table.max_drafts[slots]
-        limit = _most_drafts(plan)
         if isinstance(limit, list):
             most = torch.minimum(most, self._staging.upload(np.array(limit, dtype=np.int32)))
         wanted = (steps < most[:, None]) & (num_sampled > 0)[:, None]
@@ -177,9 +179,10 @@ def _is_ours(speculator: BaseSpeculator) -> bool:
     return type(speculator).__module__.rpartition(".")[0] == package
 
 
-def _most_drafts(plan: StepPlan) -> int | list[int]:
-    """How many drafts the plan allows after this step: to all rows, or to each."""
-    most = MAX_DRAFTS if plan.num_drafts is None else plan.num_drafts
+def _most_drafts(plan: StepPlan, kept: int | None) -> int | list[int]:
+    """How many drafts are stored after this step, for all rows or for each: at most `kept`, and
+    what the plan allows to a row."""
+    most = MAX_DRAFTS if kept is None else kept
     if all(row.next_drafts is None for row in plan.rows):
         return most
     return [most if row.next_drafts is None else row.next_drafts for row in plan.rows]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from slipstream.configs.schema import Config, ParallelConfig, SpeculativeConfig
 from slipstream.runner.drafters.draft_graphs import DraftGraphs
+from slipstream.runner.engine.lockstep import Lockstep
 from slipstream.runner.messages import AddRequest, SamplingParams
 from slipstream.runner.scheduling.draft_planner import plan_drafts
 from slipstream.runner.scheduling.plan import StepPlan
@@ -98,8 +99,15 @@ class Rank:
         self.plan = self.scheduler.schedule() or StepPlan(10_000 + self.idle_steps)
         self.idle_steps += not self.plan.rows
         if self.drafts is not None and self.plan.rows:
-            self.scheduler.set_num_speculative_tokens(self.drafts.complete(self.plan))
+            self.wanted = self.drafts.complete(self.plan)
+            self.scheduler.set_num_speculative_tokens(self.wanted)
         return self.runner.execute(self.plan)
+
+    def agree(self) -> None:
+        """After the step: verify what all ranks have agreed to keep, as the engine does."""
+        if self.drafts is not None and self.plan.num_drafts:
+            lockstep = Lockstep(self.runner.sync, None)  # type: ignore[arg-type]
+            self.scheduler.set_num_speculative_tokens(lockstep.num_drafts(self.wanted))
 
     def land(self, handle: Any) -> None:
         results = handle.get()
@@ -191,6 +199,39 @@ def test_trap_16_both_ranks_run_the_same_passes(
     kinds = {event[:2] for event in first}
     assert {("target", "FULL"), ("target", "NONE"), ("loop", "FULL")} <= kinds
     assert both[0].runner.sync.num_exchanges == both[1].runner.sync.num_exchanges == 28
+
+
+def test_ranks_that_want_different_numbers_of_drafts_run_whole_steps(drafters: Drafters) -> None:
+    """Steps of 4 rows a request here and 3 there would fit no graph."""
+    target = drafters.pair("eagle3")[0]
+    alone = TinyEngine(target, SpeculativeConfig())
+    wanted = alone.run(prompts(9), max_tokens=14).tokens
+    alone.close()
+    meeting = Meeting(2)
+    with contextlib.ExitStack() as stack:
+        both = []
+        for rank in range(2):
+            engine = stack.enter_context(graph_engine(target, drafters.speculative("eagle3", K)))
+            both.append(Rank(engine, meeting, rank, (K - rank,)))
+            add(both[-1], {str(2 * rank): 14, str(2 * rank + 1): 14})
+        modes = []
+        for _ in range(12):
+            for rank, handle in [(rank, rank.launch()) for rank in both]:
+                rank.land(handle)
+            for rank in both:
+                rank.runner.synchronize()
+                rank.agree()
+            lengths = [{row.num_tokens for row in rank.plan.rows} for rank in both]
+            modes.append(lengths)
+        for rank in both:
+            rank.runner.sync._host = None
+    for rank in both:
+        assert len(rank.tokens) == 2
+        for name, tokens in rank.tokens.items():
+            assert tokens == wanted[name][: len(tokens)]
+    # After the prompts, and while no request ends, all rows verify K drafts on both ranks.
+    assert modes.count([{K + 1}, {K + 1}]) > 2, modes
+    assert [{K + 1}, {K}] not in modes[2:], modes
 
 
 def test_an_engine_alone_has_no_exchange(drafters: Drafters) -> None:

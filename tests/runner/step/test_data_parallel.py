@@ -85,6 +85,33 @@ def test_one_eager_rank_makes_all_eager() -> None:
     assert agreement.num_tokens_across_dp == (4, 8)
 
 
+@pytest.mark.parametrize(
+    ("batches", "wants", "kept"),
+    [
+        # as many rows as the largest step has anyway: all keep what the first one wants
+        ([(8, 2, 4), (6, 2, 3)], (3, 2), (3, 3)),
+        ([(8, 2, 4), (3, 1, 3), IDLE], (3, 1, 0), (3, 3, 0)),
+        ([(16, 4, 4), (2, 1, 2)], (2, 3), (2, 3)),  # 4 requests with 3 drafts would be more
+        ([(16, 4, 4), (2, 1, 2)], (3, 1), (3, 3)),
+        ([(8, 2, 4), (2, 2, 1)], (3, 0), (3, 0)),  # who drafts nothing has a reason
+        ([(8, 2, 4), (9, 2, None)], (3, 2), (3, 2)),  # prompts: the next step may be mixed too
+        ([(8, 2, 4), (8, 2, 4)], (2, 2), (2, 2)),
+        ([(8, 2, 4), IDLE], (3, 0), (3, 0)),
+    ],
+)
+def test_engines_keep_equally_many_drafts_if_no_step_grows(
+    batches: list[tuple[int, int, int | None]], wants: tuple[int, ...], kept: tuple[int, ...]
+) -> None:
+    size = len(batches)
+    table = torch.zeros(NUM_ROWS, size, dtype=torch.int32)
+    for index, (tokens, reqs, uniform) in enumerate(batches):
+        batch = RankBatch(tokens, reqs, uniform, uniform, FULL, wants[index])
+        table += encode(batch, index, size)
+    found = [decide(table.tolist(), rank, local_dispatch, 4) for rank in range(size)]
+    assert tuple(agreement.kept_drafts for agreement in found) == kept
+    assert {agreement.num_drafts for agreement in found} == {max(wants)}
+
+
 def run_ranks(size: int, steps: int, folder: Path) -> list[tuple[int, str, str]]:
     """(exit code, stdout, stderr) of `size` processes."""
     script = Path(__file__).parents[1] / "data_parallel_rank.py"
