@@ -1,7 +1,8 @@
-"""Fills CUDA kernels for other GPUs than Hopper with zeros in libraries: blank_kernels.py FILE ...
+"""Leaves kernels for other GPUs than Hopper out of CUDA libraries: blank_kernels.py FILE ...
 
 A library holds each kernel for many GPUs, and the driver takes the one for its own. The others are
-most of the library, and zeros take no space once compressed. Sizes and headers stay as they are.
+most of the library. Zeros take their place, which take no space once compressed, so that nothing
+else in the library moves.
 PTX, which the driver compiles, is kept where no kernel for Hopper is beside it.
 """
 
@@ -23,12 +24,22 @@ class Entry:
 
     kind: int
     arch: int
+    head: int
     start: int
     size: int
 
 
-def fat_binaries(data: bytes) -> Iterator[list[Entry]]:
-    """The entries of each fat binary in a library."""
+@dataclass(frozen=True)
+class FatBinary:
+    """Where a fat binary begins and ends, and its entries."""
+
+    start: int
+    end: int
+    entries: list[Entry]
+
+
+def fat_binaries(data: bytes) -> Iterator[FatBinary]:
+    """The fat binaries of a library."""
     at = 0
     while 0 <= (at := data.find(_MAGIC, at)) <= len(data) - _HEAD:
         version, head, size = struct.unpack_from("<HHQ", data, at + 4)
@@ -42,9 +53,10 @@ def fat_binaries(data: bytes) -> Iterator[list[Entry]]:
             (arch,) = struct.unpack_from("<I", data, place + 28)
             start = place + entry_head
             assert kind in (_PTX, _CUBIN) and start + length <= end, f"unknown entry at {place:#x}"
-            entries.append(Entry(kind, arch, start, length))
+            entries.append(Entry(kind, arch, place, start, length))
             place = start + length
-        yield entries
+        if entries:
+            yield FatBinary(at, end, entries)
         at = end
 
 
@@ -58,12 +70,18 @@ def is_needed(entry: Entry, beside: list[Entry]) -> bool:
 
 
 def blanked(data: bytes) -> bytes:
-    """The library with zeros in place of what a Hopper GPU does not run."""
+    """The library with only what a Hopper GPU runs, and zeros in place of the rest.
+
+    Each fat binary becomes one with fewer entries at the same place. One without any for Hopper
+    keeps its smallest."""
     found = bytearray(data)
-    for entries in fat_binaries(data):
-        for entry in entries:
-            if not is_needed(entry, entries):
-                found[entry.start : entry.start + entry.size] = bytes(entry.size)
+    for binary in fat_binaries(data):
+        kept = [entry for entry in binary.entries if is_needed(entry, binary.entries)]
+        kept = kept or [min(binary.entries, key=lambda entry: entry.size)]
+        body = b"".join(data[entry.head : entry.start + entry.size] for entry in kept)
+        first = binary.start + _HEAD
+        found[first : binary.end] = body.ljust(binary.end - first, b"\0")
+        struct.pack_into("<Q", found, binary.start + 8, len(body))
     return bytes(found)
 
 

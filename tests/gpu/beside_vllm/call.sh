@@ -3,7 +3,8 @@
 #   call.sh NUMBER OUT PARTS [SECONDS]
 # NUMBER is 1 (ours), 2 (vLLM), 3 (both on two GPUs), 4 (what calls 1 and 2 leave out), or 0, which
 # only installs what is carried. PARTS is the folder of parts.sh; call 1 needs its part1, call 2 its
-# part2 as well. Calls follow each other on one machine. OUT gets lines of figures at once, then a table and the logs; SECONDS is the limit.
+# part2 as well. Calls follow each other on one machine. OUT gets lines of figures at once, then a
+# table and the logs; SECONDS is the limit.
 set -u
 call=${1:?usage: call.sh NUMBER OUT PARTS [SECONDS]}
 out=$(mkdir -p "$2" && cd "$2" && pwd)

@@ -30,12 +30,13 @@ install vllm -r "$requirements" loguru vllm==0.26.0
 cd vllm/vllm
 # What an H200 does not run, or these measurements do not need.
 rm -rf vllm-rs vllm_flash_attn/_vllm_fa2_C.abi3.so third_party/fmha_sm100 _qutlass_C.abi3.so \
-  third_party/deep_gemm/_C.cpython-31[0134]*
+  third_party/deep_gemm/_C.cpython-31[0134]* ../pycountry/locales \
+  ../mistral_common/data/*.json ../mistral_common/data/*.model*
 python3 "$here/blank_kernels.py" _C_stable_libtorch.abi3.so _moe_C_stable_libtorch.abi3.so \
   _flashmla_C.abi3.so
 cd "$work"
 tar cf - -C runtime . | xz -T0 -6 > "$folder/part1/runtime.tar.xz"
-tar cf - -C vllm . | xz -T0 -6 > vllm.tar.xz
+tar cf - -C vllm . | xz -T0 -3 > vllm.tar.xz
 half=28500000 # so that both folders have about the same size
 head -c $half vllm.tar.xz > "$folder/part1/vllm.tar.xz.aa"
 tail -c +$((half + 1)) vllm.tar.xz > "$folder/part2/vllm.tar.xz.ab"
