@@ -19,6 +19,8 @@ _MAX_ECHO = 1000  # characters of a template's error message, which may contain 
 # Names that a client's chat_template_kwargs must not set.
 _RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "tokenize", "chat_template"}
 
+_THINKING = ("thinking", "enable_thinking")  # what templates call the switch of reasoning
+
 
 class Prompts(NamedTuple):
     """The prompts of a request, as token ids."""
@@ -103,6 +105,9 @@ def _arguments(
         )
     if body.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+    given = kwargs.keys() & set(_THINKING)
+    if body.thinking is not None and body.thinking.type in ("enabled", "disabled") and not given:
+        kwargs |= dict.fromkeys(_THINKING, body.thinking.type == "enabled")
     if body.chat_template is not None and not services.config.server.trust_request_chat_template:
         raise InvalidRequest(
             "Chat templates in requests are disabled; start the server with "

@@ -105,6 +105,12 @@ ToolChoice = (
 )
 
 
+class Thinking(Body):
+    """DeepSeek's switch of reasoning; "auto" and "adaptive" leave it to the model's default."""
+
+    type: Literal["enabled", "disabled", "auto", "adaptive"]
+
+
 class ChatCompletionRequest(GenerationBody):
     """The body of `POST /v1/chat/completions`."""
 
@@ -123,6 +129,7 @@ class ChatCompletionRequest(GenerationBody):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
         None
     )
+    thinking: Thinking | None = None
     verbosity: str | None = None
     modalities: Many[Literal["text"]] | None = None
 

@@ -123,6 +123,33 @@ async def test_every_role_reaches_the_template(messages: list[Any], expected: st
     assert prompt_of(engine) == expected + "<|assistant|>"
 
 
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({}, "-"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 5}}, "TrueTrue"),
+        ({"thinking": {"type": "disabled"}}, "FalseFalse"),
+        ({"thinking": {"type": "auto"}}, "-"),
+        (
+            {"thinking": {"type": "enabled"}, "chat_template_kwargs": {"thinking": False}},
+            "False",
+        ),
+    ],
+)
+async def test_deepseek_s_switch_of_reasoning_reaches_the_template(
+    body: dict[str, Any], expected: str
+) -> None:
+    engine = ScriptedEngine()
+    shown = "{{ thinking if thinking is defined else '-' }}{{ enable_thinking }}"
+    app = make_app(engine, config_with(trust_request_chat_template=True))
+    async with http_client(app) as client:
+        full = {"model": MODEL, "messages": HI, "chat_template": shown, **body}
+        assert (await client.post("/v1/chat/completions", json=full)).status_code == 200
+        wrong = await client.post("/v1/chat/completions", json={**full, "thinking": {"type": "on"}})
+    assert wrong.status_code == 400 and wrong.json()["error"]["param"].startswith("thinking")
+    assert prompt_of(engine) == expected
+
+
 async def test_final_message_is_continued() -> None:
     engine = ScriptedEngine()
     messages = [*HI, {"role": "assistant", "content": "Well"}]
