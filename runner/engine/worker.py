@@ -66,8 +66,11 @@ def find_engine(
     `hosted` and `engines`: see `WorkerOrders`.
     """
     if path is None:
-        from .engine import build_engine
-
+        gc.disable()  # what torch's modules make stays; to look through it is a tenth of the import
+        try:
+            from .engine import build_engine
+        finally:
+            gc.enable()
         return cast(BuildEngine, partial(build_engine, hosted=hosted, orders=engines))
     module, _, name = path.partition(":")
     return cast(BuildEngine, getattr(importlib.import_module(module), name))
