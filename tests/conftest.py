@@ -7,7 +7,9 @@ imported, so this file sets the variable before any test module imports Triton.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import importlib
 import importlib.util
 import logging
 import os
@@ -23,6 +25,9 @@ import pytest
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+
+# What the imports of the collection make stays: see `freeze_imports`.
+gc.disable()
 
 with contextlib.suppress(ImportError):  # a GPU machine may do without it
     from hypothesis import settings
@@ -103,13 +108,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
+    if "httpx" in sys.modules:
+        share_tls_context()
     freeze_imports()
+
+
+def share_tls_context() -> None:
+    """Let httpx's clients share one TLS context, of which no test changes anything.
+
+    Each would read the system's certificates anew, even to speak plain HTTP. That takes longer than
+    most requests, and the tests make a client for nearly every request."""
+    transports = importlib.import_module("httpx._transports.default")
+    transports.__dict__["create_ssl_context"] = functools.cache(transports.create_ssl_context)
 
 
 def freeze_imports() -> None:
     """Exclude imported objects from garbage collection, since graph captures collect often."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="module")
