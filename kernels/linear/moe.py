@@ -14,32 +14,41 @@ from .experts import Experts, ExpertWeights, Routing
 
 
 def select_experts(
-    logits: Tensor, routing: Routing, bias: Tensor | None = None, ids: Tensor | None = None
+    logits: Tensor,
+    routing: Routing,
+    bias: Tensor | None = None,
+    listed: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Choose experts from router logits: (weights [T, k] float32, ids [T, k] int32 or int64).
 
     logits: [T, E] float32, or S parts [S, T, E] whose sum they are. `bias` [E] affects which
-    experts are chosen, but not their weights. `ids` [T, k], if given, are chosen whatever the
-    scores. No branch depends on data, so a graph may hold this. A renormalised softmax equals a
-    softmax over the chosen logits alone.
+    experts are chosen, but not their weights. `listed`, if given, are token ids [T] and a table
+    [V, k] of the experts that they have whatever the scores. No branch depends on data, so a graph
+    may hold this. A renormalised softmax equals a softmax over the chosen logits alone. A GPU
+    chooses the first of equal experts.
     """
-    if ids is None and use_triton(logits) and routing.num_groups == 1:
+    if use_triton(logits):
         from .triton import route
 
-        weights, chosen = route.select_experts(logits, routing, bias)
+        weights, chosen = route.select_experts(logits, routing, bias, listed)
         return weights, chosen
-    return select_experts_reference(logits, routing, bias, ids)
+    return select_experts_reference(logits, routing, bias, listed)
 
 
 def select_experts_reference(
-    logits: Tensor, routing: Routing, bias: Tensor | None = None, ids: Tensor | None = None
+    logits: Tensor,
+    routing: Routing,
+    bias: Tensor | None = None,
+    listed: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The plain version of `select_experts`."""
     if logits.dim() == 3:  # one after the other: the order of torch's sum depends on T
         logits = functools.reduce(torch.add, logits)
     scores = _SCORES[routing.scoring](logits)
-    if ids is None:
+    if listed is None:
         ids = _best_experts(scores if bias is None else scores + bias, routing)
+    else:
+        ids = listed[1].index_select(0, listed[0])
     weights = scores.gather(1, ids)
     if routing.renormalise:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)

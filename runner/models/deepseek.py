@@ -8,18 +8,16 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels.attention.mla import absorb_query, expand_value
 from ...kernels.linear.experts import Routing
-from ...kernels.linear.moe import select_experts
 from ..attention.base import AttentionLayer, AttentionState
 from ..parallel.ranks import head_counts
 from .base import PreNormModel, is_after_layers
-from .layers import CheckpointSlot, Linear, RMSNorm, WeightFormat, tensor_slot
+from .layers import CheckpointSlot, Linear, RMSNorm, WeightFormat
 from .llama import MLP, check_silu
-from .moe import Experts, router_parts
+from .moe import SharedMoE
 from .rotary import RotaryEmbedding, RotaryStep, rope_parameters, yarn_factor, yarn_mscale
 from .sharded import column_linear, row_linear
 
@@ -148,44 +146,7 @@ class LatentAttention(nn.Module):
         return self.o_proj.forward(out.reshape(latent.shape[0], -1))
 
 
-class Router(nn.Module):
-    """Scores the experts in fp32 and selects some for each token."""
-
-    weight: Tensor  # [E, H]
-    e_score_correction_bias: Tensor | None  # [E]
-
-    def __init__(self, config: Any, fmt: WeightFormat) -> None:
-        super().__init__()
-        experts, is_v3 = config.n_routed_experts, config.model_type in _V3
-        self.routing = _routing(config)
-        # torch would choose the product's kernel by the number of rows
-        self.in_parts = fmt.batch_invariant and fmt.linear is not None
-        dtype = fmt.dtype if self.in_parts else torch.float32
-        empty = torch.empty(experts, config.hidden_size, dtype=dtype, device=fmt.device)
-        self.register_buffer("weight", empty)
-        bias = torch.empty(experts, dtype=torch.float32, device=fmt.device) if is_v3 else None
-        self.register_buffer("e_score_correction_bias", bias)
-
-    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Select k experts for each token of `hidden` [M, H].
-
-        Returns their weights [M, k] fp32 and ids [M, k] int64. The weights are final: renormalised
-        if the config says so, and scaled.
-        """
-        if self.in_parts:
-            logits = router_parts(hidden, self.weight, None, fixed=True)
-        else:
-            logits = F.linear(hidden.float(), self.weight)
-        return select_experts(logits, self.routing, self.e_score_correction_bias)
-
-    def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
-        yield f"{parent}{name}.weight", tensor_slot(self.weight)
-        bias = self.e_score_correction_bias
-        if bias is not None:
-            yield f"{parent}{name}.e_score_correction_bias", tensor_slot(bias, "zeros")
-
-
-def _routing(config: Any) -> Routing:
+def routing_of(config: Any) -> Routing:
     """The routing rule of a config.
 
     V3 scores by sigmoid and chooses groups by the sum of their best two experts. V2 scores by
@@ -204,34 +165,6 @@ def _routing(config: Any) -> Routing:
     )
 
 
-class MoE(nn.Module):
-    """A feed-forward layer of routed experts plus shared experts."""
-
-    def __init__(self, config: Any, fmt: WeightFormat) -> None:
-        super().__init__()
-        size = config.moe_intermediate_size
-        self.gate = Router(config, fmt)
-        self.experts = Experts(config.n_routed_experts, config.hidden_size, size, fmt)
-        self.experts.expert_share = config.num_experts_per_tok / config.n_routed_experts
-        shared = config.n_shared_experts or 0
-        self.shared_experts = (
-            MLP(config.hidden_size, size * shared, fmt, _mlp_bias(config), sums=False)
-            if shared
-            else None
-        )
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """hidden: [M, H] -> [M, H]."""
-        out = self.experts.forward(hidden, *self.gate.forward(hidden))
-        if self.shared_experts is not None:
-            out = out + self.shared_experts.forward(hidden)
-        return self.experts.sum(out)
-
-
-def _mlp_bias(config: Any) -> bool:
-    return bool(getattr(config, "mlp_bias", False))
-
-
 class DecoderLayer(nn.Module):
     """A pre-norm block. The feed-forward part is dense in the first layers and MoE in the
     others."""
@@ -245,10 +178,11 @@ class DecoderLayer(nn.Module):
         self.self_attn = self.attention(config, layer_id, fmt)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, fmt)
         dense = index < (config.first_k_dense_replace or 0)
-        self.mlp: MLP | MoE = (
-            MLP(config.hidden_size, config.intermediate_size, fmt, _mlp_bias(config))
+        bias = bool(getattr(config, "mlp_bias", False))
+        self.mlp: MLP | SharedMoE = (
+            MLP(config.hidden_size, config.intermediate_size, fmt, bias)
             if dense
-            else MoE(config, fmt)
+            else SharedMoE(config, routing_of(config), fmt, config.model_type in _V3, bias)
         )
 
     def forward(
@@ -258,14 +192,16 @@ class DecoderLayer(nn.Module):
         rotary: RotaryStep,
         attention: AttentionState,
     ) -> tuple[Tensor, Tensor]:
-        """hidden, residual: [M, H]; the stream is their sum.
+        """hidden, residual: [M, H]; the stream is their sum (see `write_stream`).
 
         Returns the same for the next layer.
         """
         hidden, residual = self.input_layernorm.add(hidden, residual)
         hidden = self.self_attn.forward(hidden, rotary, attention)
         hidden, residual = self.post_attention_layernorm.add(hidden, residual)
-        return self.mlp.forward(hidden), residual
+        if isinstance(self.mlp, SharedMoE):
+            return self.mlp.beside(hidden, residual)
+        return self.mlp.parts(hidden), residual
 
 
 def make_rotary(config: Any, max_position: int, device: torch.device) -> RotaryEmbedding:

@@ -268,7 +268,14 @@ class DecoderLayer(nn.Module):
         residual = None if adds else stream
         norms, adds = fuses and mlp.norms(rows), fuses and mlp.adds(rows)
         x, norm, stream = _enter(self.post_attention_layernorm, hidden, residual, norms)
-        return mlp.parts(x, norm, stream if adds else None), None if adds else stream
+        return self.feed_forward(x, norm, stream, adds)
+
+    def feed_forward(
+        self, x: Tensor, norm: Norm | None, stream: Tensor, adds: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The feed-forward part of x [M, H], normed first if `norm` is given: two tensors whose
+        sum is the stream after it. If it `adds`, the first contains the stream [M, H] before it."""
+        return self.mlp.parts(x, norm, stream if adds else None), None if adds else stream
 
     def linears(self) -> Sequence[Linear]:
         """Its projections, see `NativeBlock`."""

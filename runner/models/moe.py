@@ -320,3 +320,59 @@ class SparseMLP(nn.Module):
     def adds(self, num_rows: int) -> bool:
         """As `MLP.adds`: never."""
         return False
+
+
+class SharedMoE(nn.Module):
+    """A feed-forward layer of routed experts and experts that every token has (DeepSeek, GLM)."""
+
+    def __init__(
+        self,
+        config: Any,
+        routing: Routing,
+        fmt: WeightFormat,
+        correction: bool,
+        bias: bool = False,
+    ) -> None:
+        """`correction`: as in `Router`; `bias`: whether the shared experts have biases."""
+        super().__init__()
+        hidden, size, count = (
+            config.hidden_size,
+            config.moe_intermediate_size,
+            config.n_routed_experts,
+        )
+        self.gate = Router(hidden, count, routing, fmt, correction=correction)
+        self.experts = Experts(count, hidden, size, fmt)
+        self.experts.expert_share = routing.top_k / count
+        shared = config.n_shared_experts or 0
+        self.shared_experts = MLP(hidden, size * shared, fmt, bias, sums=False) if shared else None
+
+    def beside(self, hidden: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
+        """Two tensors whose sum is `stream` plus the layer's output of `hidden`, both [M, H].
+
+        The first is that of the routed experts, or parts of it [S, M, H] that the next norm adds
+        up. The second is the stream and the shared experts. With several ranks, which have a part
+        of every expert, the first has all.
+        """
+        out = self.experts.parts(hidden, *self.gate.forward(hidden))
+        shared = self.shared_experts
+        if shared is None:
+            return self.experts.sum(out), stream
+        if self.experts.ranks is not None:
+            return self.experts.sum(out + shared.forward(hidden)), stream
+        if shared.is_plain:
+            return out, stream + shared.forward(hidden)
+        return out, shared.parts(hidden, None, stream)
+
+    def parts(
+        self, hidden: Tensor, norm: Norm | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        """Not used: see `beside`, which layers call instead."""
+        raise NotImplementedError
+
+    def norms(self, num_rows: int) -> bool:
+        """As `MLP.norms`: never, since router and experts read the same normed rows."""
+        return False
+
+    def adds(self, num_rows: int) -> bool:
+        """As `MLP.adds`: never, since `beside` adds."""
+        return False

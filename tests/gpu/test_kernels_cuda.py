@@ -245,6 +245,36 @@ def test_select_experts(rows: int, experts: int, top_k: int) -> None:
     torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("rows", [1, 16, 256, 3000])
+@pytest.mark.parametrize("parts", [0, 8])
+def test_experts_of_the_best_groups(rows: int, parts: int) -> None:
+    """DeepSeek V3's router. Scores that differ in the last bits may change the choice."""
+    logits = randn(*([parts] if parts else []), rows, 256)
+    routing, bias = Routing(8, "sigmoid", 8, 4, "top2", True, 2.5), randn(256) * 0.1
+    weights, ids = moe.select_experts(logits, routing, bias)
+    expected, expected_ids = moe.select_experts_reference(logits, routing, bias)
+    same = (ids == expected_ids).all(1)
+    assert same.float().mean() > 0.99
+    torch.testing.assert_close(weights[same], expected[same], rtol=1e-4, atol=1e-5)
+    tied, few = torch.zeros_like(logits), min(rows, 5)
+    first = moe.select_experts(tied, routing)[1]
+    assert first.tolist() == [list(range(8))] * rows
+    alone = logits[..., rows - few :, :].contiguous()
+    again = moe.select_experts(alone, routing, bias)
+    assert torch.equal(again[0], weights[-few:]) and torch.equal(again[1], ids[-few:])
+
+
+def test_experts_by_token_id() -> None:
+    logits, table = randn(4, 33, 256), torch.rand(500, 256, device="cuda").argsort(1)[:, :6]
+    tokens = torch.randint(500, (33,), device="cuda", dtype=torch.int32)
+    routing = Routing(6, "sqrtsoftplus", renormalise=True, scale=1.5)
+    listed = tokens, table.contiguous()
+    weights, ids = moe.select_experts(logits, routing, None, listed)
+    expected, expected_ids = moe.select_experts_reference(logits, routing, None, listed)
+    assert torch.equal(ids.long(), expected_ids)
+    torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-5)
+
+
 SLOTS, MAX_LEN, DRAFTS, MAX_REQS, MAX_TOKENS = 70, 4096, 3, 66, 9000
 
 

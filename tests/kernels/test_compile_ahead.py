@@ -56,6 +56,16 @@ DEEPSEEK_V32 = {
     "index_n_heads": 16, "index_head_dim": 64, "index_topk": 64, "eos_token_id": 2,
     "dtype": "bfloat16",
 }  # fmt: skip
+DEEPSEEK_V3 = {name: value for name, value in DEEPSEEK_V32.items() if "index" not in name} | {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "n_shared_experts": 1,
+}  # fmt: skip
+GLM = TARGET | {
+    "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "num_hidden_layers": 2,
+    "moe_intermediate_size": 64, "first_k_dense_replace": 1, "n_routed_experts": 8,
+    "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+    "norm_topk_prob": True, "routed_scaling_factor": 1.0, "partial_rotary_factor": 0.5,
+    "use_qk_norm": True, "attention_bias": True,
+}  # fmt: skip
 
 
 CASES = (
@@ -187,6 +197,29 @@ def test_no_graph_of_a_cycle_launches_torchs_operations_but_products(
         assert found and all(len(names) > 5 for names in found), role
         of_torch = {name for names in found for name in names if name.startswith("aten")}
         assert of_torch <= {"aten::linear"}, role
+
+
+# Torch's operations that are left in the target's graph of a step of 1 or 4 rows without drafts.
+# The shared expert's product is torch's here, so it adds nothing itself.
+LEFT = {"aten::linear", "aten::add"}
+EXPERTS: list[tuple[dict[str, Any], str, set[str]]] = [
+    *((DEEPSEEK_V3, rows, LEFT | {"aten::cat"}) for rows in ("1", "4")),
+    *((GLM, rows, LEFT) for rows in ("1", "4")),
+]
+
+
+@needs_triton
+@pytest.mark.parametrize(("config", "rows", "left"), some(EXPERTS, EXPERTS[:1]))
+def test_layers_with_experts_launch_no_operations_of_torch(
+    config: dict[str, Any], rows: str, left: set[str], run_script: Script, tmp_path: Path
+) -> None:
+    """Neither the router nor the sum of routed and shared experts; products may be torch's."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    output = run_script("cycle_launches.py", str(tmp_path), "off", rows)
+    launches: dict[str, list[str]] = json.loads(output.splitlines()[-1])
+    (names,) = (names for label, names in launches.items() if label.startswith("target FULL"))
+    assert names.count("_select_kernel") == 1 and len(names) > 20
+    assert {name for name in names if name.startswith("aten")} == left
 
 
 @needs_triton

@@ -327,6 +327,12 @@ def experts() -> None:
                 shape = (parts, rows, num_experts) if parts else (rows, num_experts)
                 logits = t(*shape, dtype=torch.float32)
                 weights, ids = module("route").select_experts(logits, Routing(top_k))
+                if top_k == 8:  # as DeepSeek V3's, and by token id
+                    grouped = Routing(8, "sigmoid", 8, 4, "top2", renormalise=True)
+                    module("route").select_experts(logits, grouped, t(128, dtype=torch.float32))
+                    listed = t(rows, dtype=I32), t(512, 8, dtype=I64)
+                    rule = Routing(8, "sqrtsoftplus", renormalise=True)
+                    module("route").select_experts(logits, rule, None, listed)
             own = num_experts // 2
             module("route").own_experts(ids, own, own, t(2, dtype=I32), t(1 + own, dtype=I64))
             module("moe").run_experts(t(rows, hidden), of, weights, ids)

@@ -2,9 +2,10 @@
 
 It replays a start for one request on meta tensors, so it needs no GPU and computes nothing:
 
-    PYTHONPATH=.src python tests/lab/cycle_launches.py TARGET DRAFTER [--lines]
+    PYTHONPATH=.src python tests/lab/cycle_launches.py TARGET DRAFTER [--lines] [ROWS]
 
-A DRAFTER of "off" stands for none.
+DRAFTER is an EAGLE-3 head, or off for a step of ROWS requests (1 by default) without drafts.
+
 Duplicate layers are left out. So are operations that only make views or allocate memory, since they
 launch nothing. `test_compile_ahead.py` runs it in a process of its own, since Triton decides at
 import whether it compiles or interprets.
@@ -106,18 +107,19 @@ class Launches(TorchDispatchMode):
             yield
 
 
-def cycle(model: str, drafter: str) -> Launches:
-    """Collect the launches of all graphs of a server with one request and three drafts, or none."""
-    drafts = SpeculativeConfig(
+def cycle(model: str, drafter: str, rows: int = 1) -> Launches:
+    """Collect the launches of all graphs of a server with one request and three drafts, or of one
+    with `rows` requests and no drafter."""
+    head = SpeculativeConfig(
         method="eagle3", model=drafter, num_speculative_tokens=3, load_format="dummy"
     )
-    off = drafter == "off"
+    size = rows if drafter == "off" else 4
     config = Config(
         model=ModelConfig(model=model, load_format="dummy", device="cuda"),
-        scheduler=SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=64),
+        scheduler=SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=max(64, rows)),
         cache=CacheConfig(kv_cache_memory_bytes=1 << 40, num_gpu_blocks_override=1 << 12),
-        speculative=SpeculativeConfig(method="off") if off else drafts,
-        graph=GraphConfig(linear_backend="auto", cudagraph_capture_sizes=(1,) if off else (4,)),
+        speculative=SpeculativeConfig(method="off") if drafter == "off" else head,
+        graph=GraphConfig(linear_backend="auto", cudagraph_capture_sizes=(size,)),
     )
     launches = Launches()
     with launches.watch():
@@ -129,8 +131,9 @@ def cycle(model: str, drafter: str) -> Launches:
 
 
 def main(model: str, drafter: str, *flags: str) -> None:
+    rows = [int(flag) for flag in flags if flag.isdigit()]
     with without_gpu(H100):
-        launches = cycle(model, drafter)
+        launches = cycle(model, drafter, *rows)
     for label, found in launches.graphs.items():
         torchs = sum(name.startswith("aten") for name, _, _ in found)
         plain = sum(not pdl and not name.startswith("aten") for name, _, pdl in found)

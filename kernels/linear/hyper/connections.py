@@ -46,20 +46,29 @@ def mix_streams_reference(streams: Tensor, site: Site) -> tuple[Tensor, Tensor, 
     return _collapsed(streams, pre), post, comb
 
 
-def add_to_streams(streams: Tensor, output: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-    """The streams after a sublayer whose output is [M, D]; other shapes as in `mix_streams`."""
+def add_to_streams(
+    streams: Tensor, output: Tensor, post: Tensor, comb: Tensor, more: Tensor | None = None
+) -> Tensor:
+    """The streams after a sublayer; other shapes as in `mix_streams`.
+
+    Its output is the sum of `output`, [M, D] or float32 parts [S, M, D], and `more` [M, D].
+    """
     if _has_kernel(streams):
         from .triton.connections import add_to_streams as add_to_streams_triton
 
-        out: Tensor = add_to_streams_triton(streams, output, post, comb)
+        out: Tensor = add_to_streams_triton(streams, output, post, comb, more)
         return out
-    return add_to_streams_reference(streams, output, post, comb)
+    return add_to_streams_reference(streams, output, post, comb, more)
 
 
-def add_to_streams_reference(streams: Tensor, output: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+def add_to_streams_reference(
+    streams: Tensor, output: Tensor, post: Tensor, comb: Tensor, more: Tensor | None = None
+) -> Tensor:
     """The plain version of `add_to_streams`."""
+    whole = output.sum(0) if output.dim() == 3 else output.float()
+    whole = whole if more is None else whole + more
     mixed = torch.bmm(comb.transpose(1, 2), streams.float())
-    return (mixed + post.unsqueeze(2) * output.float().unsqueeze(1)).to(streams.dtype)
+    return (mixed + post.unsqueeze(2) * whole.unsqueeze(1)).to(streams.dtype)
 
 
 def head_streams(streams: Tensor, site: Site) -> Tensor:

@@ -10,17 +10,49 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...launch import pdl_options, wait_for_inputs
+from ...launch import hash_functions, pdl_options, wait_for_inputs
 from ..experts import Routing
 
 _SCORINGS = ("softmax", "sigmoid", "sqrtsoftplus")
-_LEAST = tl.constexpr(-3e38)  # above what was chosen before, below any finite score
+_LEAST = tl.constexpr(-3e38)  # below any score
+_BARRED = tl.constexpr(-3.2e38)  # of an expert in a group that is not chosen
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit
+def _first(values, open_places, place, NONE: tl.constexpr):
+    """The first place of the largest value among the `open_places`, and that value."""
+    best = tl.max(tl.where(open_places, values, float("-inf")), 0)
+    return tl.min(tl.where(open_places & (values == best), place, NONE), 0), best
+
+
+@triton.jit
+def _without_groups(
+    choice, exists, TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """`choice` [BLOCK_G * BLOCK_S], with less than `_LEAST` in all but the best `TOP_GROUPS`."""
+    group = tl.arange(0, BLOCK_G)
+    scores = tl.reshape(tl.where(exists, choice, float("-inf")), [BLOCK_G, BLOCK_S])
+    best = tl.max(scores, 1)
+    if TOP2:
+        place = tl.arange(0, BLOCK_S)[None, :]
+        at = tl.min(tl.where(scores == best[:, None], place, BLOCK_S), 1)
+        best += tl.max(tl.where(place == at[:, None], float("-inf"), scores), 1)
+    closed = group >= GROUPS
+    for _ in tl.static_range(TOP_GROUPS):
+        at, _unused = _first(best, ~closed, group, BLOCK_G)
+        closed = closed | (group == at)
+    closed = closed & (group < GROUPS)
+    chosen = tl.broadcast_to(closed[:, None], [BLOCK_G, BLOCK_S])
+    return tl.where(tl.reshape(chosen, [BLOCK_G * BLOCK_S]), choice, _BARRED)
+
+
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["token_ids"])
 def _select_kernel(
     logits,  # [T, E], or [PARTS, T, E] float32
     bias,  # [E]
+    token_ids,  # [T]
+    table,  # [V, TOP_K], the experts of each token id
     weights,  # [T, TOP_K] float32
     ids,  # [T, TOP_K] int32
     num_tokens,
@@ -30,15 +62,25 @@ def _select_kernel(
     PARTS: tl.constexpr,  # 0 = whole
     SCORING: tl.constexpr,  # index in `_SCORINGS`
     BIAS: tl.constexpr,
+    TABLE: tl.constexpr,  # the table chooses
     RENORMALISE: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    TOP2: tl.constexpr,  # a group's score is the sum of its best two
+    BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,  # >= E / GROUPS
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """One program a token. Of equal experts or groups, the first is chosen."""
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
-    expert = tl.arange(0, BLOCK_E)
-    exists = expert < E
+    SIZE: tl.constexpr = E // GROUPS
+    lane = tl.arange(0, BLOCK_G * BLOCK_S)
+    expert, exists = lane, lane < E
+    if GROUPS > 1:  # each group begins a row of lanes
+        expert = lane // BLOCK_S * SIZE + lane % BLOCK_S
+        exists = (lane % BLOCK_S < SIZE) & (lane // BLOCK_S < GROUPS)
     logit = tl.load(logits + token * E + expert, mask=exists, other=float("-inf")).to(tl.float32)
     for part in tl.static_range(1, PARTS):
         own = (part * num_tokens + token) * E + expert
@@ -53,22 +95,28 @@ def _select_kernel(
     else:
         score = tl.exp(logit - tl.max(logit, 0))
         score /= tl.sum(score, 0)
-    choice = score
-    if BIAS:
-        choice += tl.load(bias + expert, mask=exists, other=0.0).to(tl.float32)
-    # NaN would be chosen never or always; k different experts must be chosen whatever the scores
-    choice = tl.where(choice > _LEAST, choice, _LEAST)
-    choice = tl.where(exists, choice, float("-inf"))
     place = tl.arange(0, BLOCK_K)
     chosen = tl.zeros([BLOCK_K], tl.int32)
     weight = tl.zeros([BLOCK_K], tl.float32)
-    for index in tl.static_range(TOP_K):
-        best = tl.max(choice, 0)
-        at = tl.min(tl.where(choice == best, expert, BLOCK_E), 0)
-        own = tl.sum(tl.where(expert == at, score, 0.0), 0)
-        chosen = tl.where(place == index, at, chosen)
-        weight = tl.where(place == index, own, weight)
-        choice = tl.where(expert == at, float("-inf"), choice)
+    if TABLE:
+        row = table + tl.load(token_ids + token).to(tl.int64) * TOP_K
+        chosen = tl.load(row + place, mask=place < TOP_K, other=-1).to(tl.int32)
+        own = exists[None, :] & (expert[None, :] == chosen[:, None])
+        weight = tl.sum(tl.where(own, score[None, :], 0.0), 1)
+    else:
+        choice = score
+        if BIAS:
+            choice += tl.load(bias + expert, mask=exists, other=0.0).to(tl.float32)
+        # NaN would be chosen never or always, but k different experts must be chosen
+        choice = tl.where(choice > _LEAST, choice, _LEAST)
+        if GROUPS > 1:
+            choice = _without_groups(choice, exists, TOP_GROUPS, TOP2, BLOCK_G, BLOCK_S, GROUPS)
+        for index in tl.static_range(TOP_K):
+            at, _best = _first(choice, exists, expert, E)
+            own_score = tl.sum(tl.where(expert == at, score, 0.0), 0)
+            chosen = tl.where(place == index, at, chosen)
+            weight = tl.where(place == index, own_score, weight)
+            exists = exists & (expert != at)
     if RENORMALISE:
         weight /= tl.sum(weight, 0) + 1e-20
     target = token * TOP_K + place
@@ -77,20 +125,29 @@ def _select_kernel(
 
 
 def select_experts(
-    logits: Tensor, routing: Routing, bias: Tensor | None = None
+    logits: Tensor,
+    routing: Routing,
+    bias: Tensor | None = None,
+    listed: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `kernels.linear.moe.select_experts`; routing without groups. ids are int32."""
-    assert routing.num_groups == 1 and logits.is_contiguous()
+    """See `kernels.linear.moe.select_experts`. ids are int32."""
+    assert logits.is_contiguous()
     parts = logits.shape[0] if logits.dim() == 3 else 0
     num_tokens, num_experts = logits.shape[-2:]
+    groups = 1 if listed is not None else routing.num_groups
+    assert num_experts % groups == 0
     shape = (num_tokens, routing.top_k)
     weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
     ids = torch.empty(shape, dtype=torch.int32, device=logits.device)
     if num_tokens == 0:
         return weights, ids
+    token_ids, table = (ids, ids) if listed is None else listed
+    assert table.is_contiguous() and token_ids.stride(-1) == 1
     _select_kernel[(num_tokens,)](
         logits,
         logits if bias is None else bias,
+        token_ids,
+        table,
         weights,
         ids,
         num_tokens,
@@ -99,9 +156,14 @@ def select_experts(
         TOP_K=routing.top_k,
         PARTS=parts,
         SCORING=_SCORINGS.index(routing.scoring),
-        BIAS=bias is not None,
+        BIAS=bias is not None and listed is None,
+        TABLE=listed is not None,
         RENORMALISE=routing.renormalise,
-        BLOCK_E=triton.next_power_of_2(num_experts),
+        GROUPS=groups,
+        TOP_GROUPS=routing.top_groups if groups > 1 else 1,
+        TOP2=groups > 1 and routing.group_score == "top2",
+        BLOCK_G=triton.next_power_of_2(groups),
+        BLOCK_S=triton.next_power_of_2(num_experts // groups),
         BLOCK_K=triton.next_power_of_2(routing.top_k),
         num_warps=1 if num_experts <= 256 else 4,
         **pdl_options(logits),
@@ -153,3 +215,6 @@ def own_experts(ids: Tensor, first: int, count: int, num_rows: Tensor, loads: Te
         num_warps=2,
     )
     return here
+
+
+hash_functions(globals())

@@ -82,8 +82,8 @@ class Block(nn.Module):
         out = self.attn.forward(self.attn_norm.forward(mixed), step, tables)
         streams = add_to_streams(streams, out, post, comb)
         mixed, post, comb = mix_streams(streams, self.hc_ffn.site)
-        out = self.ffn.forward(self.ffn_norm.forward(mixed), step.input_ids)
-        return add_to_streams(streams, out, post, comb)
+        out, more = self.ffn.forward(self.ffn_norm.forward(mixed), step.input_ids)
+        return add_to_streams(streams, out, post, comb, more)
 
 
 class RotaryTables(nn.Module):

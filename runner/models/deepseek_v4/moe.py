@@ -14,7 +14,7 @@ from ....kernels.linear.activation import silu_and_mul
 from ....kernels.linear.experts import Routing
 from ....kernels.linear.moe import select_experts
 from ..layers import CheckpointSlot, WeightFormat, tensor_slot
-from ..moe import Experts
+from ..moe import Experts, router_parts
 from ..sharded import column_linear, row_linear
 
 
@@ -37,7 +37,9 @@ class Gate(nn.Module):
             renormalise=True,
             scale=float(config.routed_scaling_factor),
         )
-        empty = torch.empty(experts, config.hidden_size, dtype=torch.float32, device=fmt.device)
+        self.in_parts = fmt.linear is not None  # as in `moe.Router`
+        dtype = fmt.dtype if self.in_parts else torch.float32
+        empty = torch.empty(experts, config.hidden_size, dtype=dtype, device=fmt.device)
         self.register_buffer("weight", empty)
         bias = table = None
         if by_token_id:
@@ -49,9 +51,12 @@ class Gate(nn.Module):
 
     def forward(self, hidden: Tensor, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         """hidden [M, H], input_ids [M] -> the experts' weights [M, k] float32 and ids [M, k]."""
-        logits = F.linear(hidden.float(), self.weight)
-        ids = None if self.tid2eid is None else self.tid2eid.index_select(0, input_ids)
-        return select_experts(logits, self.routing, self.bias, ids)
+        if self.in_parts:
+            logits = router_parts(hidden, self.weight, None, fixed=False)
+        else:
+            logits = F.linear(hidden.float(), self.weight)
+        listed = None if self.tid2eid is None else (input_ids, self.tid2eid)
+        return select_experts(logits, self.routing, self.bias, listed)
 
     def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
         yield f"{parent}{name}.weight", tensor_slot(self.weight)
@@ -99,7 +104,11 @@ class MoE(nn.Module):
         self.experts.expert_share = config.num_experts_per_tok / config.n_routed_experts
         self.shared_experts = SharedExpert(hidden, size, limit, fmt)
 
-    def forward(self, hidden: Tensor, input_ids: Tensor) -> Tensor:
-        """hidden: [M, H], input_ids: [M] -> [M, H]."""
-        routed = self.experts.forward(hidden, *self.gate.forward(hidden, input_ids))
-        return self.experts.sum(routed + self.shared_experts.forward(hidden))
+    def forward(self, hidden: Tensor, input_ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        """hidden: [M, H], input_ids: [M] -> two tensors that `add_to_streams` sums: [M, H] or
+        parts [S, M, H], and [M, H] or None."""
+        routed = self.experts.parts(hidden, *self.gate.forward(hidden, input_ids))
+        shared = self.shared_experts.forward(hidden)
+        if self.experts.ranks is None:
+            return routed, shared
+        return self.experts.sum(routed + shared), None

@@ -49,6 +49,12 @@ def test_kernels_equal_the_reference(rows: int, count: int, size: int, dtype: to
     torch.testing.assert_close(
         kernels.add_to_streams(*args), summed, rtol=tolerance, atol=tolerance
     )
+    parts, more = torch.randn(3, rows, size), torch.randn(rows, size).to(dtype)
+    whole = (parts[0] + parts[1] + parts[2] + more.float()).to(dtype)
+    summed = add_to_streams_reference(streams, whole, *args[2:])
+    for add in (kernels.add_to_streams, add_to_streams_reference):
+        got_sum = add(streams, parts, *args[2:], more)
+        torch.testing.assert_close(got_sum, summed, rtol=2 * tolerance, atol=2 * tolerance)
 
 
 @pytest.mark.usefixtures("triton_interpreter")

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from torch import Tensor
 
 from slipstream.kernels.linear import moe
 from slipstream.kernels.linear.experts import ACTIVATIONS, ExpertWeights, Routing
@@ -150,13 +151,78 @@ def test_select_experts(renormalise: bool, scoring: str, parts: int) -> None:
     torch.testing.assert_close(weights, expected)
 
 
-def test_any_scores_choose_different_experts_that_exist() -> None:
+def stable_choice(choice: Tensor, routing: Routing) -> Tensor:
+    """The ids that the definition gives to each row of `choice` [T, E], first ones first."""
+    found = []
+    for row in choice.tolist():
+        size = len(row) // routing.num_groups
+        groups = [row[i : i + size] for i in range(0, len(row), size)]
+        best = 2 if routing.group_score == "top2" else 1
+        scores = [float(torch.tensor(sorted(group)[-best:]).sum()) for group in groups]
+        kept = sorted(range(len(groups)), key=lambda g: -scores[g])[: routing.top_groups]
+        allowed = [e for e in range(len(row)) if e // size in kept]
+        found.append(sorted(allowed, key=lambda e: -row[e])[: routing.top_k])
+    return torch.tensor(found, dtype=torch.int32)
+
+
+GROUPED = [  # experts, groups, kept groups, experts of a token
+    (256, 8, 4, 8), (12, 4, 2, 3), (15, 3, 2, 4), (160, 8, 3, 6), (8, 4, 4, 8), (6, 2, 1, 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize(("size", "score"), [*zip(GROUPED, ["top2", "max"] * 3, strict=True)])
+def test_experts_of_the_best_groups_are_chosen(
+    size: tuple[int, int, int, int], score: str, ties: bool
+) -> None:
+    """As torch chooses them; of equal experts and of equal groups the first."""
+    from slipstream.kernels.linear.triton import route
+
+    experts, groups, kept, top_k = size
+    scoring = "sigmoid" if score == "top2" else "softmax"
+    routing = Routing(top_k, scoring, groups, kept, score, scoring == "sigmoid", 2.5)
+    parts = torch.randn(2, 7, experts)
+    bias = torch.randn(experts) * 0.3 if scoring == "sigmoid" else None
+    if ties:
+        parts, bias = parts.mul(1.5).round() * 0.5, None if bias is None else bias.round()
+        parts[:, 5:] = 0.0
+    weights, ids = route.select_experts(parts, routing, bias)
+    scores = parts.sum(0).sigmoid() if scoring == "sigmoid" else parts.sum(0).softmax(-1)
+    choice = scores if bias is None else scores + bias
+    assert torch.equal(ids, stable_choice(choice, routing))
+    expected, by_torch = moe.select_experts_reference(parts, routing, bias)
+    if not ties:
+        assert torch.equal(ids, by_torch.int())
+        torch.testing.assert_close(weights, expected)
+    own = scores.gather(1, ids.long())
+    own = own / own.sum(-1, keepdim=True) if routing.renormalise else own
+    torch.testing.assert_close(weights, own * 2.5)
+    for row in range(7):  # whatever the number of rows
+        alone = route.select_experts(parts[:, row : row + 1].contiguous(), routing, bias)
+        assert torch.equal(alone[0][0], weights[row]) and torch.equal(alone[1][0], ids[row])
+
+
+@pytest.mark.parametrize("scoring", ["sqrtsoftplus", "softmax"])
+def test_a_table_chooses_the_experts_of_a_token_id(scoring: str) -> None:
+    from slipstream.kernels.linear.triton import route
+
+    table = torch.stack([torch.randperm(11)[:6] for _ in range(20)])
+    tokens, logits = torch.randint(20, (9,), dtype=torch.int32), torch.randn(3, 9, 11)
+    routing = Routing(6, scoring, renormalise=True, scale=1.5)
+    weights, ids = route.select_experts(logits, routing, None, (tokens, table))
+    expected, chosen = moe.select_experts_reference(logits, routing, None, (tokens, table))
+    assert torch.equal(ids, chosen.int()) and torch.equal(chosen, table[tokens.long()])
+    torch.testing.assert_close(weights, expected)
+
+
+@pytest.mark.parametrize("routing", [Routing(4), Routing(4, "sigmoid", 3, 2, "top2")])
+def test_any_scores_choose_different_experts_that_exist(routing: Routing) -> None:
     """Padded rows may hold anything; an id out of range would read foreign memory."""
     from slipstream.kernels.linear.triton import route
 
     logits = torch.full((4, 6), float("nan"))
     logits[1], logits[2], logits[3, 1:] = float("-inf"), 0.0, 1.0
-    ids = route.select_experts(logits, Routing(4))[1]
+    ids = route.select_experts(logits, routing)[1]
     assert all(len(set(row)) == 4 and set(row) <= set(range(6)) for row in ids.tolist())
 
 

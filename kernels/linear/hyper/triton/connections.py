@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ....launch import hash_functions
+from ...triton.rotation import load_parts
 from ..site import Site
 
 _BLOCK_K = 64
@@ -116,13 +118,18 @@ def _mix_kernel(
 @triton.jit
 def _add_kernel(
     streams,  # [M, N, D]
-    output,  # [M, D]
+    output,  # [M, D]; PARTS: [PARTS, M, D] float32
+    more,  # [M, D]
     post,  # [M, N] float32
     comb,  # [M, N, N] float32
     out,  # [M, N, D]
     stride,  # of the rows of output
+    more_stride,
+    part_stride,
     D,
     N: tl.constexpr,
+    PARTS: tl.constexpr,  # 0 = output is whole
+    MORE: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -130,7 +137,9 @@ def _add_kernel(
     each, inside = tl.arange(0, N), column < D
     at = (row * N + each[:, None]) * D + column[None, :]
     x = tl.load(streams + at, mask=inside[None, :], other=0.0).to(tl.float32)
-    y = tl.load(output + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    y = load_parts(output + row * stride + column, inside, part_stride, PARTS).to(tl.float32)
+    if MORE:
+        y += tl.load(more + row * more_stride + column, mask=inside, other=0.0).to(tl.float32)
     shares = tl.load(comb + row * N * N + each[:, None] * N + each[None, :])  # [from, to]
     total = tl.sum(shares[:, :, None] * x[:, None, :], axis=0)
     total += tl.load(post + row * N + each)[:, None] * y[None, :]
@@ -168,14 +177,22 @@ def mix_streams(streams: Tensor, site: Site) -> tuple[Tensor, Tensor, Tensor]:
     return mixed, post, comb
 
 
-def add_to_streams(streams: Tensor, output: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+def add_to_streams(
+    streams: Tensor, output: Tensor, post: Tensor, comb: Tensor, more: Tensor | None = None
+) -> Tensor:
     """See `kernels.linear.hyper.connections.add_to_streams`."""
     num_rows, count, size = streams.shape
     out = torch.empty_like(streams)
     if num_rows:
-        assert streams.is_contiguous() and output.stride(1) == 1
+        other = output if more is None else more
+        assert streams.is_contiguous() and output.stride(-1) == other.stride(-1) == 1
+        parts = output.shape[0] if output.dim() == 3 else 0
         block = min(512, triton.next_power_of_2(size))
         _add_kernel[(num_rows, triton.cdiv(size, block))](
-            streams, output, post, comb, out, output.stride(0), size, N=count, BLOCK_D=block
-        )
+            streams, output, other, post, comb, out, output.stride(-2), other.stride(-2),
+            output.stride(0), size, N=count, PARTS=parts, MORE=more is not None, BLOCK_D=block,
+        )  # fmt: skip
     return out
+
+
+hash_functions(globals())
