@@ -73,11 +73,14 @@ def blanked(data: bytes) -> bytes:
     """The library with only what a Hopper GPU runs, and zeros in place of the rest.
 
     Each fat binary becomes one with fewer entries at the same place. One without any for Hopper
-    keeps its smallest."""
+    keeps its entries without their contents: the driver refuses it as before."""
     found = bytearray(data)
     for binary in fat_binaries(data):
         kept = [entry for entry in binary.entries if is_needed(entry, binary.entries)]
-        kept = kept or [min(binary.entries, key=lambda entry: entry.size)]
+        if not kept:
+            for entry in binary.entries:
+                found[entry.start : entry.start + entry.size] = bytes(entry.size)
+            continue
         body = b"".join(data[entry.head : entry.start + entry.size] for entry in kept)
         first = binary.start + _HEAD
         found[first : binary.end] = body.ljust(binary.end - first, b"\0")

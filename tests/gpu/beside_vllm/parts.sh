@@ -30,7 +30,7 @@ install vllm -r "$requirements" loguru vllm==0.26.0
 cd vllm/vllm
 # What an H200 does not run, or these measurements do not need.
 rm -rf vllm-rs vllm_flash_attn/_vllm_fa2_C.abi3.so third_party/fmha_sm100 _qutlass_C.abi3.so \
-  third_party/deep_gemm/_C.cpython-31[0134]* ../pycountry/locales \
+  third_party/deep_gemm/_C.cpython-31[0134]* ../pycountry/locales ../rignore ../fastar \
   ../mistral_common/data/*.json ../mistral_common/data/*.model*
 python3 "$here/blank_kernels.py" _C_stable_libtorch.abi3.so _moe_C_stable_libtorch.abi3.so \
   _flashmla_C.abi3.so
