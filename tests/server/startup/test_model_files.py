@@ -281,7 +281,7 @@ def test_a_gguf_file_of_another_architecture_is_refused(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ModelFilesError, match="'falcon' is not supported; supported: gemma3"):
+    with pytest.raises(ModelFilesError, match="'falcon' is not supported; supported: deepseek2"):
         check_model_files(config(tmp_path / "m.gguf"))
 
 
