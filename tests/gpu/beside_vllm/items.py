@@ -91,7 +91,8 @@ def offline_command(side: str, item: Offline, models: Path, figures: Path, gate:
         spec = json.dumps(item.drafts.config(models, side)) if item.drafts else "none"
         width = len(item.drafts.rates) + 1 if item.drafts else 1
         # A start captures only the graphs that these batches replay; 512 is vLLM's largest.
-        sizes = sorted({min(512, batch * width) for batch in item.batches} | {512 // width * width})
+        rows = [*item.batches, *(batch * width for batch in item.batches), 512 // width * width]
+        sizes = sorted({min(512, count) for count in rows})
         options: dict[str, Any] = {
             "max_num_seqs": item.max_num_seqs,
             "compilation_config": {"cudagraph_capture_sizes": sizes},

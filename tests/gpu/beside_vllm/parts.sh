@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes two folders that a machine without a network needs for call.sh: parts.sh FOLDER REQUIREMENTS
-# FOLDER/part1 (43 MB) has what our server imports and the first part of vLLM 0.26.0, FOLDER/part2
-# (43 MB) the rest. REQUIREMENTS is a list of what vLLM imports, one package==version a line. The
+# FOLDER/part1 (41 MB) has what our server imports and the first part of vLLM 0.26.0, FOLDER/part2
+# (41 MB) the rest. REQUIREMENTS is a list of what vLLM imports, one package==version a line. The
 # machine has CPython 3.12, torch 2.11 and CUDA 13. Takes some minutes.
 set -euo pipefail
 folder=${1:?usage: parts.sh FOLDER REQUIREMENTS}
@@ -36,8 +36,8 @@ python3 "$here/blank_kernels.py" _C_stable_libtorch.abi3.so _moe_C_stable_libtor
   _flashmla_C.abi3.so
 cd "$work"
 tar cf - -C runtime . | xz -T0 -6 > "$folder/part1/runtime.tar.xz"
-tar cf - -C vllm . | xz -T0 -3 > vllm.tar.xz
-half=28500000 # so that both folders have about the same size
+tar cf - -C vllm . | xz -T0 -4 > vllm.tar.xz
+half=26500000 # so that both folders have about the same size
 head -c $half vllm.tar.xz > "$folder/part1/vllm.tar.xz.aa"
 tail -c +$((half + 1)) vllm.tar.xz > "$folder/part2/vllm.tar.xz.ab"
 du -sb "$folder"/part?

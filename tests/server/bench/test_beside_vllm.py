@@ -98,7 +98,9 @@ def test_engines_start_at_once_and_are_measured_in_turn(tmp_path: Path) -> None:
     log = (tmp_path / "logs/vllm7/llama-8b-fp8+eagle3.log").read_text()
     given = json.loads(log.partition("started with ")[2].splitlines()[0])
     assert given["speculative_config"]["rejection_sample_method"] == "synthetic"
-    assert given["compilation_config"]["cudagraph_capture_sizes"] == [4, 32, 128, 256, 512]
+    assert given["compilation_config"]["cudagraph_capture_sizes"] == [
+        *(1, 4, 8, 32, 64, 128, 256, 512)
+    ]
 
 
 @pytest.mark.slow
