@@ -55,7 +55,7 @@ head="{\"method\": \"eagle3\", \"model\": \"$models/eagle3-8b\", \"num_speculati
 
 if [ "$part" = engines ]; then
   v3="$models/deepseek-v3-7"
-  run_tests text 160 "two_engines_write_the_text_of_one"
+  run_tests text 200 "two_engines_write_the_text_of_one"
   step v3-mtp 200 "$python" tests/lab/engine_group.py "$v3" --steps 1000 --drafts 2
   run_tests killed 90 "killed"
   step v3-mtp-eager 120 "$python" tests/lab/engine_group.py "$v3" --steps 100 --enforce-eager
