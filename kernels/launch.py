@@ -94,12 +94,17 @@ def starts_next(part: str, num_rows: int) -> bool:
     return part in STARTS_NEXT and num_rows <= _FEW_ROWS
 
 
+def use_pdl(tensor: Tensor) -> bool:
+    """Whether kernels over a tensor are launched with PDL."""
+    return gdc_wait is not None and pdl_wanted() and _is_hopper(tensor.device)
+
+
 def pdl_options(tensor: Tensor, starts: bool = False) -> dict[str, Any]:
     """Keyword arguments for launching a kernel that calls `wait_for_inputs(PDL)`.
 
     If it `starts` the next kernel before its own inputs are ready, see `STARTS_NEXT`.
     """
-    if gdc_wait is not None and pdl_wanted() and _is_hopper(tensor.device):
+    if use_pdl(tensor):
         return {"PDL": 2 if starts else 1, "launch_pdl": True}
     return {"PDL": 0}
 

@@ -36,6 +36,7 @@ from transformers import LlamaConfig
 
 from slipstream.configs.model.quantisation import parse_quantisation
 from slipstream.kernels import launch
+from slipstream.kernels.attention.triton import ahead as attention_ahead
 from slipstream.kernels.compile_ahead import ForkingExecutor, compiling_only, without_gpu
 from slipstream.kernels.linear.linear_choice import H100_WINNERS, Gemv, Shape, Skinny
 from slipstream.kernels.linear.linear_tuned import LinearChooser
@@ -126,6 +127,7 @@ ATTENTION: tuple[dict[str, Any], ...] = (
     {"splits": 4},
     {"early": False},
 )
+AHEAD = (4, 8, 16, 24)  # MiB of the output projection that attention prefetches
 HEIGHTS = (64, 128, 256)  # rows of a program in `many`
 # block_n, stages, warps
 TALL = ((64, 3, 4), (64, 4, 4), (128, 3, 8), (128, 2, 8), (64, 2, 4))
@@ -162,6 +164,8 @@ def using(step: Step, table: Table) -> Iterator[None]:
         if rows == 1 and choice is not None
     }
     with ExitStack() as stack:
+        mib = table.get("ahead", attention_ahead.AHEAD_MIB)
+        stack.enter_context(patch.object(attention_ahead, "AHEAD_MIB", mib))
         stack.enter_context(planned(table.get("attention", {})))
         stack.enter_context(patch.object(formats, "choose_packed", choose))
         stack.enter_context(patch.object(launch, "STARTS_NEXT", frozenset(starts)))
@@ -212,6 +216,8 @@ class Search:
         self.attempt()
         for changes in ATTENTION:
             self.attempt(attention=changes)
+        for mib in AHEAD:
+            self.attempt(ahead=mib)
         for role, choices in ONE_ROW[self.kind].items():
             for choice in choices:
                 self.attempt(**{role: choice})
@@ -224,6 +230,8 @@ class Search:
                     self.attempt(**{role: replace(choice, early=early)})
         if self.bench.is_dry:
             return
+        for mib in AHEAD:
+            self.attempt(ahead=mib)
         self.leave_out()
         with using(self.step, self.best):
             whole = self.bench.time([self.step.tokens])
