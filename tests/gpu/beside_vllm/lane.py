@@ -262,8 +262,13 @@ def run_wave(names: Sequence[str], lane: Lane) -> None:
     """Start these items at once and measure one after the other."""
     kinds = {"served": Served, "verify": Verified}
     began = time.monotonic()
-    items = [kinds.get(name, Decoding)(name, lane) for name in names]
+    items: list[Item] = []
     try:
+        for name in names:
+            try:
+                items.append(kinds.get(name, Decoding)(name, lane))
+            except Exception as error:  # the others are worth measuring
+                lane.report(name, error=f"{type(error).__name__}: {error}")
         owner = {id(process): item for item in items for process in item.processes}
         processes = [process for item in items for process in item.processes]
         until = min(lane.until - _LEAST_S, began + _START_S)

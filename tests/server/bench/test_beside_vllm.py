@@ -89,7 +89,8 @@ def run_lane(folder: Path, *words: str) -> list[dict[str, object]]:
 
 
 def test_engines_start_at_once_and_are_measured_in_turn(tmp_path: Path) -> None:
-    lines = run_lane(tmp_path, "llama-8b", "llama-8b-fp8+eagle3", "--seconds", "200")
+    lines = run_lane(tmp_path, "unknown", "llama-8b", "llama-8b-fp8+eagle3", "--seconds", "200")
+    assert lines.pop(0) == {"side": "vllm", "item": "unknown", "error": "KeyError: 'unknown'"}
     assert lines[0]["ready"] == ["llama-8b", "llama-8b-fp8+eagle3"]
     assert [(line["item"], line["batch"]) for line in lines[1:]] == [
         (name, batch) for name in lines[0]["ready"] for batch in items.ALL
