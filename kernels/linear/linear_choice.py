@@ -105,6 +105,31 @@ def default_choice(shape: Shape, num_rows: int) -> Choice:
     return Skinny(64, block_k, 3 if shape.role == "gate_up" else 4, 4, split_k, bucket)
 
 
+def hopper_choice(shape: Shape, num_rows: int) -> Choice:
+    """The choice for a shape without measurements of its own, on an H100 or H200.
+
+    The rule was fitted to `tests/lab/measure_shapes.py` on an H200: layers of 14 models, and their
+    parts on several ranks. Where it names a kernel, that kernel was slower than torch's for few of
+    them; for more than 64 rows no simple rule was.
+    """
+    bucket = bucket_of(num_rows)
+    if bucket is None or bucket > 64 or min(shape.outputs, shape.inputs) < 1024:
+        return None
+    if shape.role not in _RULE[bucket]:
+        return None
+    rule = _RULE[bucket][shape.role]
+    if isinstance(rule, Gemv):
+        return rule
+    tile, programs = rule
+    if not shape.may_split:
+        return Skinny(*tile, 1, bucket)
+    tiles = -(-shape.outputs // tile[0])
+    splits = [s for s in (1, 2, 3, 4, 6, 8) if shape.inputs // s >= 2 * tile[1]]
+    measured = [s for s in splits if 96 <= tiles * s <= 420][:3] or splits[-1:]
+    split_k = next((s for s in measured if tiles * s >= programs), measured[-1])
+    return Skinny(*tile, split_k, bucket)
+
+
 def _gemvs(**of_role: tuple[int, ...]) -> dict[str, Choice]:
     return {role: Gemv(*sizes) for role, sizes in of_role.items()}
 
@@ -112,6 +137,27 @@ def _gemvs(**of_role: tuple[int, ...]) -> dict[str, Choice]:
 def _skinny(**of_role: tuple[int, int, int, int, int, int] | None) -> dict[str, Choice]:
     return {role: None if sizes is None else Skinny(*sizes) for role, sizes in of_role.items()}
 
+
+_Rule: TypeAlias = Gemv | tuple[tuple[int, int, int, int], int]  # a tile, and the least programs
+_FEW_ROWS: Mapping[str, _Rule] = {
+    "qkv": ((64, 256, 3, 4), 200),
+    "o": ((64, 128, 4, 4), 200),
+    "down": ((64, 128, 4, 4), 200),
+    "head": ((128, 128, 3, 4), 1),
+}
+_RULE: Mapping[int, Mapping[str, _Rule]] = {
+    1: {
+        **dict.fromkeys(("qkv", "o", "gate_up", "head"), Gemv(2, 1024, 4)),
+        "down": Gemv(2, 2048, 4, 0, 1, 2),
+    },
+    16: _FEW_ROWS,
+    32: _FEW_ROWS,
+    64: {
+        "o": ((64, 64, 5, 4), 200),
+        "down": ((64, 128, 5, 4), 120),
+        "head": ((128, 128, 3, 4), 1),
+    },
+}
 
 # The fastest on an H100 and an H200 (SXM, bf16), measured for single layers and whole steps.
 _LARGE: Mapping[int, Mapping[str, Choice]] = {

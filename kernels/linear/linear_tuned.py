@@ -1,7 +1,7 @@
 """Chooses the linear kernel for a shape and GPU, and stores measured choices on disk.
 
 A choice comes from measurements with the same GPU model and the same kernels, or else from the
-built-in H100 table on Hopper GPUs, or else torch computes the layer. `linear_tune` measures.
+built-in table or rule for Hopper GPUs, or else torch computes the layer. `linear_tune` measures.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import astuple
 from functools import cache
 from pathlib import Path
@@ -32,21 +32,23 @@ from .linear_choice import (
     bucket_of,
     default_choice,
     fits,
+    hopper_choice,
 )
 
 logger = logging.getLogger(__name__)
 MODES = ("auto", "torch", "triton")
 Winners = Mapping[tuple[Shape, int], Choice]
+Rule = Callable[[Shape, int], Choice]
 _KINDS: dict[str, type[Gemv] | type[Skinny]] = {"gemv": Gemv, "skinny": Skinny}
 _SOURCES = ("linear_choice.py", "triton/gemv.py", "triton/skinny.py", "../launch.py")
 
 
 class LinearChooser:
-    """Chooses kernels for a model; with `anywhere`, Triton also computes unmeasured shapes."""
+    """Chooses kernels for a model; a `rule` chooses those of shapes without measurements."""
 
-    def __init__(self, winners: Winners, anywhere: bool = False) -> None:
+    def __init__(self, winners: Winners, rule: Rule | None = None) -> None:
         self._winners = winners
-        self._anywhere = anywhere
+        self._rule = rule
         self._chosen: dict[tuple[Shape, int], Choice] = {}
 
     def choose(self, shape: Shape, num_rows: int) -> Choice:
@@ -61,8 +63,8 @@ class LinearChooser:
         if bucket is None:
             return None
         choice = self._winners.get((shape, bucket))
-        if (shape, bucket) not in self._winners and self._anywhere:
-            choice = default_choice(shape, num_rows)
+        if (shape, bucket) not in self._winners and self._rule is not None:
+            choice = self._rule(shape, num_rows)
         return choice if fits(choice, shape, num_rows) else None
 
 
@@ -74,12 +76,14 @@ def create_chooser(mode: str, device: torch.device, dtype: torch.dtype) -> Linea
         return None
     card = card_of(device)
     if card is None:  # Triton's interpreter
-        return LinearChooser({}, anywhere=mode == "triton")
-    winners = dict(H100_WINNERS) if card.capability == (9, 0) else {}
+        return LinearChooser({}, default_choice if mode == "triton" else None)
+    is_hopper = card.capability == (9, 0)
+    winners = dict(H100_WINNERS) if is_hopper else {}
     winners.update(load_tuned(card_name(device), dtype))
     if mode == "auto" and not winners:
         return None
-    return LinearChooser(winners, anywhere=mode == "triton")
+    rule = default_choice if mode == "triton" else hopper_choice if is_hopper else None
+    return LinearChooser(winners, rule)
 
 
 def card_name(device: torch.device) -> str:

@@ -21,7 +21,7 @@ from ...kernels.cpu.weight import QuantizedWeight, pack_any
 from ...kernels.linear.embedding import embedding
 from ...kernels.linear.head_sample import Draws, sample_head
 from ...kernels.linear.linear import GATED, Norm, gated_linear, linear, linear_parts
-from ...kernels.linear.linear_choice import Choice, Gemv, Shape
+from ...kernels.linear.linear_choice import Choice, Gemv, Shape, Skinny
 from ...kernels.linear.norm_rope import fused_add_rms_norm, rms_norm
 from ...kernels.linear.streams import write_stream
 from ...kernels.packed.embedding import packed_embedding
@@ -90,7 +90,10 @@ class Linear(nn.Module):
             return F.linear(x, self.weight, self.bias)
         if self.format.batch_invariant:
             x = x.contiguous()
-        return linear(x, self.weight, self.bias, self._choice(x))
+        choice = self._choice(x)
+        if isinstance(choice, Skinny) and choice.split_k > 1:
+            choice = None  # nothing after this layer sums parts; torch's kernel splits by itself
+        return linear(x, self.weight, self.bias, choice)
 
     def parts(self, x: Tensor, norm: Norm | None = None) -> Tensor:
         """`forward` of x [M, in_features], normed first if `norm` is given.

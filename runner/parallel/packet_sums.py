@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 _KIB = 1 << 10
 # Bytes of the sum up to which packets are used, by the number of GPUs: every rank writes them twice
 # over to each other one.
-_MOST_BYTES = {2: 512 * _KIB, 3: 256 * _KIB, 4: 256 * _KIB}
+_MOST_BYTES = {2: 1024 * _KIB, 3: 256 * _KIB, 4: 256 * _KIB}
 _MOST_OF_MANY = 128 * _KIB
 _TRIAL = (3, 4096)  # rows and numbers
 

@@ -12,6 +12,7 @@ from slipstream.kernels.linear import linear_tune, linear_tuned
 from slipstream.kernels.linear.linear_choice import (
     BUCKETS,
     H100_WINNERS,
+    ROLES,
     Choice,
     Gemv,
     Shape,
@@ -19,6 +20,7 @@ from slipstream.kernels.linear.linear_choice import (
     bucket_of,
     default_choice,
     fits,
+    hopper_choice,
 )
 from slipstream.kernels.linear.linear_tuned import (
     LinearChooser,
@@ -69,13 +71,34 @@ def test_what_no_kernel_computes_is_torchs() -> None:
     assert chooser.choose(QKV, 2) is None
 
 
-def test_auto_uses_measured_shapes_only_and_triton_any() -> None:
-    auto, anywhere = LinearChooser(H100_WINNERS), LinearChooser(H100_WINNERS, anywhere=True)
-    other = Shape("qkv", 1536, 1024)
-    assert auto.choose(other, 4) is None and anywhere.choose(other, 4) is not None
-    assert auto.choose(QKV, 4) == anywhere.choose(QKV, 4) == H100_WINNERS[QKV, 16]
-    assert anywhere.choose(QKV, 256) is None  # measured: torch
-    assert auto.choose(QKV, 300) is anywhere.choose(QKV, 300) is None
+def test_a_rule_chooses_where_nothing_was_measured() -> None:
+    alone = LinearChooser(H100_WINNERS)
+    hopper, triton = (LinearChooser(H100_WINNERS, rule) for rule in (hopper_choice, default_choice))
+    other = Shape("qkv", 3072, 4096)  # half of Llama 8B's
+    assert alone.choose(other, 4) is None and triton.choose(other, 4) is not None
+    assert hopper.choose(other, 1) == Gemv(2, 1024, 4)
+    assert hopper.choose(other, 4) == Skinny(64, 256, 3, 4, 4, 16)  # 48 tiles, four parts each
+    assert hopper.choose(other, 65) is None
+    for chooser in (alone, hopper, triton):
+        assert chooser.choose(QKV, 4) == H100_WINNERS[QKV, 16]
+        assert chooser.choose(QKV, 256) is None  # measured: torch
+        assert chooser.choose(QKV, 300) is None
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16, 32, 64, 65])
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("size", [(1024, 1024), (28672, 8192), (4096, 28672), (151936, 5120)])
+def test_the_rule_names_kernels_that_can_compute_the_layer(
+    role: str, size: tuple[int, int], rows: int
+) -> None:
+    shape = Shape(role, *size)
+    choice = hopper_choice(shape, rows)
+    assert fits(choice, shape, rows)
+    if rows > 64 or role == "other":
+        assert choice is None
+    elif isinstance(choice, Skinny):
+        assert rows <= choice.block_m and shape.inputs // choice.split_k >= 2 * choice.block_k
+    assert hopper_choice(Shape(role, 960, 576), rows) is None  # smaller than any that was measured
 
 
 def test_no_chooser_on_a_cpu() -> None:

@@ -28,8 +28,8 @@ def nothing(size: int) -> PacketMemory:
 @pytest.mark.parametrize(
     ("size", "rows", "width", "dtype", "fits"),
     [
-        (2, 64, 4096, BF16, True),
-        (2, 65, 4096, BF16, False),
+        (2, 128, 4096, BF16, True),
+        (2, 129, 4096, BF16, False),
         (4, 32, 4096, torch.float16, True),
         (4, 33, 4096, BF16, False),
         (8, 8, 8192, BF16, True),
