@@ -108,9 +108,9 @@ def default_choice(shape: Shape, num_rows: int) -> Choice:
 def hopper_choice(shape: Shape, num_rows: int) -> Choice:
     """The choice for a shape without measurements of its own, on an H100 or H200.
 
-    The rule was fitted to `tests/lab/measure_shapes.py` on an H200: layers of 14 models, and their
-    parts on several ranks. Where it names a kernel, that kernel was slower than torch's for few of
-    them; for more than 64 rows no simple rule was.
+    The rule was fitted to `tests/lab/measure_shapes.py` on an H200: layers of eight models, and
+    their parts on several ranks. The kernels that it names were slower than torch's for few of
+    them. For more than 64 rows no simple rule was found.
     """
     bucket = bucket_of(num_rows)
     if bucket is None or bucket > 64 or min(shape.outputs, shape.inputs) < 1024:
