@@ -26,9 +26,6 @@ if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-# What the imports of the collection make stays: see `freeze_imports`.
-gc.disable()
-
 with contextlib.suppress(ImportError):  # a GPU machine may do without it
     from hypothesis import settings
 
@@ -37,21 +34,24 @@ with contextlib.suppress(ImportError):  # a GPU machine may do without it
     settings.register_profile("long", max_examples=1000, deadline=None)
     settings.load_profile("ci")
 
-# What each of the processes of `make test` runs: folders and files of `tests`. The last process has
-# all others, and is the only one that imports transformers for most of its tests. The first waits
-# for servers for half of its time, so that three processes keep two cores busy. The other two
-# take about the same time.
+# Folders and files of `tests` that each process of `make test` runs; the last one has all others. A
+# file or folder in another's folder goes to its own process. The first process waits for servers
+# for half of its time, so that three keep two cores busy. The other two take about the same time,
+# and the second does without transformers' models, whose import takes seconds.
 PARTS = (
     ("end_to_end", "reliability"),
-    ("server", "configs", "deployment", "kernels", "gpu"),
+    ("server", "configs", "deployment", "kernels", "runner/grammars", "runner/scheduling"),
+    ("server/engine/test_sharing_engines.py", "server/hosts/test_sharing_nodes.py"),
 )
-PROCESSES = len(PARTS) + 1
+PROCESSES = len(PARTS)
 # So much do the others give way to the servers, whose tests measure times.
 NICENESS = 3
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let the processes that start no shared servers give way to the one that does."""
+    """Collect no garbage while tests are imported, because what they make stays, and let the
+    processes that start no shared servers give way to the one that does."""
+    gc.disable()  # until `freeze_imports`
     part = part_of_this_process(config)
     if part:
         os.nice(NICENESS)
@@ -82,17 +82,20 @@ def part_of_this_process(config: pytest.Config) -> int | None:
     return int(workers["workerid"].removeprefix("gw"))
 
 
-def part_of(name: str) -> int:
-    """The part that has this file or folder, a path relative to `tests`."""
-    names = {name, name.split("/")[0]}
-    return next((i for i, part in enumerate(PARTS) if names & set(part)), len(PARTS))
+@functools.cache
+def parts_of(name: str) -> set[int]:
+    """The parts that have tests in this file or folder, a path relative to `tests`."""
+    places = {place: index for index, part in enumerate(PARTS) for place in part}
+    around = [place for place in places if f"{name}/".startswith(f"{place}/")]
+    own = places[max(around, key=len)] if around else len(PARTS) - 1
+    return {own} | {part for place, part in places.items() if place.startswith(f"{name}/")}
 
 
 def is_for_another(path: Path, config: pytest.Config) -> bool:
-    """Whether another process runs the tests of this file or folder."""
+    """Whether only other processes run tests of this file or folder."""
     part = part_of_this_process(config)
     name = path.relative_to(Path(__file__).parent).as_posix()
-    return part is not None and name != "." and part_of(name) != part
+    return part is not None and name != "." and part not in parts_of(name)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
