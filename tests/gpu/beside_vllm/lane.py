@@ -16,6 +16,7 @@ import argparse
 import itertools
 import json
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -40,6 +41,7 @@ _ROUNDS, _LEAST_S = 2, 12  # runs of each load; seconds that a run needs at leas
 _START_S = 330  # a start that takes longer has failed
 _LEAST_WAVE_S = {"ours": 40, "vllm": 150}  # what a start and a first figure take
 _SERVERS = ("off", "eagle3")
+_ROW = re.compile(r"^ *(\d+) +([\d,]+\.\d) .*\n", re.M)  # of the table of `bench offline`
 
 
 class Lane:
@@ -110,12 +112,15 @@ class Decoding(Item):
 
     def rows(self) -> list[dict[str, Any]]:
         """The batch sizes measured so far."""
+        text = self.processes[0].log.read_text(errors="replace")
         if self.lane.side == "ours":
-            if not self.figures.exists():
-                return []
-            return list(json.loads(self.figures.read_text())["runs"][0]["results"])
-        lines = self.processes[0].log.read_text(errors="replace").splitlines()
-        found = [json.loads(line) for line in lines if line.startswith('{"name": "measured"')]
+            return [
+                {"batch": int(batch), "decode_tok_s": float(speed.replace(",", ""))}
+                for batch, speed in _ROW.findall(text)
+            ]
+        found = [
+            json.loads(line) for line in text.splitlines() if line.startswith('{"name": "measured"')
+        ]
         return [line for line in found if "batch" in line]
 
     def measure(self) -> None:
@@ -127,8 +132,7 @@ class Decoding(Item):
             runs = process.runs
             rows = self.rows()
             for row in rows[seen:]:
-                self.lane.report(self.name, batch=row["batch"], value=row["decode_tok_s"],
-                                 prefill_s=row["prefill_s"])  # fmt: skip
+                self.lane.report(self.name, batch=row["batch"], value=row["decode_tok_s"])
             seen = max(seen, len(rows))
             if not runs or self.lane.left < 0:
                 break

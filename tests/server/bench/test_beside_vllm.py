@@ -16,8 +16,10 @@ SCRIPTS = ROOT / "tests/gpu/beside_vllm"
 sys.path.insert(0, str(SCRIPTS))
 import blank_kernels  # noqa: E402
 import items  # noqa: E402
+import lane  # noqa: E402
 import table  # noqa: E402
 
+from slipstream.server.bench import offline  # noqa: E402
 from slipstream.server.commands import build_parser  # noqa: E402
 
 sys.path.remove(str(SCRIPTS))
@@ -51,13 +53,15 @@ class Handler(BaseHTTPRequestHandler):
         asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
         words, given = asked["max_tokens"], len(asked["prompt"])
         usage = dict(prompt_tokens=given, completion_tokens=words, total_tokens=given + words)
-        chunks = [dict(choices=[dict(index=0, text=" w1")])] * words
-        chunks.append(dict(choices=[], usage=usage))
-        lines = [json.dumps(chunk) for chunk in chunks] + ["[DONE]"]
-        self.answer("".join(f"data: {line}\\n\\n" for line in lines).encode(), "text/event-stream")
+        token = 'data: {"choices": [{"index": 0, "text": " w1"}]}\\n\\n'
+        end = json.dumps(dict(choices=[], usage=usage))
+        text = token * words + f"data: {end}\\n\\ndata: [DONE]\\n\\n"
+        self.answer(text.encode(), "text/event-stream")
+class Server(ThreadingHTTPServer):
+    daemon_threads, request_queue_size = True, 1024
 def main():
     port = int(sys.argv[sys.argv.index("--port") + 1])
-    ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+    Server(("127.0.0.1", port), Handler).serve_forever()
 """
 
 
@@ -127,6 +131,13 @@ def test_commands_have_flags_that_exist(tmp_path: Path) -> None:
     commands += [items.server_command("ours", tmp_path, 1, one) for one in (None, drafts)]
     for command in commands:
         parser.parse_args(command[skipped:])  # exits where a flag is unknown
+
+
+def test_rows_of_our_table_are_read() -> None:
+    row = {"batch": 32, "decode_tok_s": 12345.6, "per_user_tok_s": 385.8, "step_ms": 2.5}
+    row |= {"tokens_per_step": 1.0, "spread": 0.01, "roofline": None}
+    log = f"m: start-up 3.2 s\n{offline.heading(4e12)}\n{offline.line(row)}\n"
+    assert lane._ROW.findall(log) == [("32", "12,345.6")]
 
 
 def fat_binary(*images: tuple[int, int, bytes]) -> bytes:
