@@ -43,12 +43,13 @@ def replies(folder: Path, *flags: str) -> tuple[list[dict[str, Any]], RunningSer
         body["ignore_eos"] = True
         found = []
         for prompt in PROMPTS:
-            reply = httpx.post(f"{running.url}/v1/completions", json=body | {"prompt": prompt})
+            asked = body | {"prompt": prompt}
+            reply = httpx.post(f"{running.url}/v1/completions", json=asked, timeout=60)
             assert reply.status_code == 200, reply.text
             found.append(reply.json()["choices"][0])
         messages = [{"role": "user", "content": "hello"}]
         body = {"model": model, "messages": messages, "max_tokens": 12, "n": 2, "temperature": 0}
-        reply = httpx.post(f"{running.url}/v1/chat/completions", json=body)
+        reply = httpx.post(f"{running.url}/v1/chat/completions", json=body, timeout=60)
         assert reply.status_code == 200, reply.text
         found += reply.json()["choices"]
     finally:
