@@ -17,7 +17,6 @@ from torch import Tensor
 from ...launch import (
     hash_functions,
     pdl_options,
-    starts_next,
     use_pdl,
     wait_for_inputs,
 )
@@ -332,7 +331,7 @@ def rotary_attention(
     if early and rotation.ahead is not None and rotation.ahead.is_contiguous():
         lines = lines_ahead(rotation.ahead.nbytes, grid[0] * grid[1] * splits)
         ahead = rotation.ahead.view(torch.uint8) if lines else query
-    options = pdl_options(query, starts_next("attention", num_tokens))
+    options = pdl_options(query)
     _rotary_attention_kernel[(*grid, splits)](
         query,
         key,
