@@ -32,6 +32,7 @@ from ..graphs.dispatch import DEFAULT_MAX_CAPTURE_SIZE, wanted_mode
 from ..graphs.settings import GraphSettings
 from ..models.short_model import shorten
 from ..parallel.engine_group import silent_group
+from ..parallel.packet_sums import silent_packets
 from ..parallel.ranks import Ranks, Silent
 from ..process import follow_parent
 from ..scheduling.plan import RowResult, StepPlan
@@ -98,11 +99,10 @@ class _DryGraphs:
 
 class _DryAssembly(Assembly):
     def __init__(self, config: Config, reached: Reached, own: StepLimits) -> None:
-        size, by_expert = (
-            config.parallel.tensor_parallel_size,
-            config.parallel.enable_expert_parallel,
-        )
-        ranks = None if size == 1 else Ranks(0, size, Silent(size), by_expert)
+        parallel, ranks = config.parallel, None
+        if (size := parallel.tensor_parallel_size) > 1:
+            packets = None if parallel.disable_custom_all_reduce else silent_packets(size, _META)
+            ranks = Ranks(0, size, Silent(size), parallel.enable_expert_parallel, packets)
         engines = silent_group(config.parallel, _META)
         super().__init__(config, lambda _: None, _META, ranks=ranks, engines=engines)
         self._reached, self._own = reached, own
