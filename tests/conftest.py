@@ -40,8 +40,16 @@ with contextlib.suppress(ImportError):  # a GPU machine may do without it
 # and the second does without transformers' models, whose import takes seconds.
 PARTS = (
     ("end_to_end", "reliability"),
-    ("server", "configs", "deployment", "kernels", "runner/grammars", "runner/scheduling"),
-    ("server/engine/test_sharing_engines.py", "server/hosts/test_sharing_nodes.py"),
+    (
+        *("server", "configs", "deployment", "kernels", "speculators/draft_length"),
+        *("runner/batch", "runner/grammars", "runner/graphs", "runner/sampling"),
+        "runner/scheduling",
+    ),
+    (
+        *("server/engine/test_sharing_engines.py", "server/hosts/test_sharing_nodes.py"),
+        *("speculators/draft_length/test_chosen_k.py", "runner/sampling/test_sampler_draw.py"),
+        "speculators/draft_length/test_measured_experts.py",
+    ),
 )
 PROCESSES = len(PARTS)
 # So much do the others give way to the servers, whose tests measure times.
@@ -51,7 +59,8 @@ NICENESS = 3
 def pytest_configure(config: pytest.Config) -> None:
     """Collect no garbage while tests are imported, because what they make stays, and let the
     processes that start no shared servers give way to the one that does."""
-    gc.disable()  # until `freeze_imports`
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        gc.disable()  # until `freeze_imports`, which xdist's own process never reaches
     part = part_of_this_process(config)
     if part:
         os.nice(NICENESS)
