@@ -8,6 +8,7 @@ them.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +29,8 @@ __all__ = ["IncrementalDetokenizer", "Tokenizer", "TokenizerLoadError", "TooMany
 _NAMED = (
     *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
 )
+# DeepSeek's markers, such as those of turns, which its tokenizers list as plain tokens.
+_MARKER = re.compile(r"<｜[^｜]+｜>|｜DSML｜")
 _NO_LIMIT = 1 << 30  # a larger number, such as 1e30 in tokenizer_config.json, means no limit
 
 
@@ -167,11 +170,20 @@ class Tokenizer:
         return self.backend.token_to_id(token)
 
     def _mark_special_tokens(self) -> None:
-        """Mark bos_token, eos_token and so on as special, even if the vocabulary does not."""
-        known = {token.content for token in self.backend.get_added_tokens_decoder().values()}
-        for token in self.special_tokens.values():
-            if token not in known and self.backend.token_to_id(token) is not None:
-                self.backend.add_special_tokens([AddedToken(token, normalized=False, special=True)])
+        """Mark bos_token, eos_token and so on as special, even if the vocabulary does not.
+
+        DeepSeek's markers become special as well: as plain tokens, a client could write them."""
+        added = self.backend.get_added_tokens_decoder().values()
+        known = {token.content for token in added}
+        markers = [t for t in added if not t.special and _MARKER.fullmatch(t.content)]
+        found = [
+            AddedToken(token, normalized=False, special=True)
+            for token in self.special_tokens.values()
+            if token not in known and self.backend.token_to_id(token) is not None
+        ]
+        for token in markers:
+            token.special = True
+        self.backend.add_special_tokens([*found, *markers])
 
     def _add_missing_tokens(self, config: dict[str, Any]) -> None:
         """Add the tokens that only tokenizer_config.json lists.
