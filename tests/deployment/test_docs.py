@@ -128,7 +128,7 @@ def test_flags_that_pages_mention_exist() -> None:
         *("--help", "--flag", "--no-flag"),
     }
     for script in (*ROOT.glob("tests/lab/*.py"), *ROOT.glob("tests/reliability/*.py")):
-        elsewhere |= set(re.findall(r'"(--[a-z-]+)"', script.read_text()))
+        elsewhere |= set(re.findall(r'"(--[a-z0-9-]+)"', script.read_text()))
     for path in DOCS.glob("*.md"):
-        for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", path.read_text()):
+        for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", path.read_text()):
             assert flag in words | elsewhere, f"{path.name} mentions {flag}"
