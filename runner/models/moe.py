@@ -241,11 +241,8 @@ class Router(nn.Module):
         correction: bool = False,
     ) -> None:
         super().__init__()
-        if not 0 < routing.top_k <= num_experts:
-            raise ModelLoadError(
-                f"each token has {routing.top_k} experts of {num_experts}, but it must have at "
-                "least one and at most all."
-            )
+        check_top_k(routing.top_k, num_experts)
+        _check_groups(routing, num_experts)
         self.routing = routing
         # Kernels that return float32 sums need no float32 weights.
         self.in_parts, self.fixed = fmt.linear is not None, fmt.batch_invariant
@@ -272,6 +269,32 @@ class Router(nn.Module):
             yield f"{parent}{name}.bias", tensor_slot(self.bias, "zeros")
         if (own := self.e_score_correction_bias) is not None:
             yield f"{parent}{name}.e_score_correction_bias", tensor_slot(own, "zeros")
+
+
+def check_top_k(top_k: int, num_experts: int) -> None:
+    """Raise ModelLoadError unless a token can have this number of different experts."""
+    if not 0 < top_k <= num_experts:
+        raise ModelLoadError(
+            f"each token has {top_k} experts of {num_experts}, but it must have at least one and "
+            "at most all."
+        )
+
+
+def _check_groups(routing: Routing, num_experts: int) -> None:
+    """Raise ModelLoadError if the chosen groups of experts do not exist or have too few."""
+    groups, chosen = routing.num_groups, routing.top_groups
+    each = num_experts // max(groups, 1)
+    fits = groups == 1 or (
+        0 < chosen <= groups
+        and each * groups == num_experts
+        and each >= (2 if routing.group_score == "top2" else 1)
+        and chosen * each >= routing.top_k
+    )
+    if groups < 1 or not fits:
+        raise ModelLoadError(
+            f"the router cannot choose {chosen} of {groups} groups and {routing.top_k} experts in "
+            f"them: the model has {num_experts} experts; check n_group and topk_group."
+        )
 
 
 class SparseMLP(nn.Module):
@@ -335,11 +358,8 @@ class SharedMoE(nn.Module):
     ) -> None:
         """`correction`: as in `Router`; `bias`: whether the shared experts have biases."""
         super().__init__()
-        hidden, size, count = (
-            config.hidden_size,
-            config.moe_intermediate_size,
-            config.n_routed_experts,
-        )
+        hidden, count = config.hidden_size, config.n_routed_experts
+        size = config.moe_intermediate_size
         self.gate = Router(hidden, count, routing, fmt, correction=correction)
         self.experts = Experts(count, hidden, size, fmt)
         self.experts.expert_share = routing.top_k / count

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from ....kernels.linear.activation import silu_and_mul
 from ....kernels.linear.experts import Routing
 from ....kernels.linear.moe import select_experts
+from ...errors import ModelLoadError
 from ..layers import CheckpointSlot, WeightFormat, tensor_slot
-from ..moe import Experts, router_parts
+from ..moe import Experts, check_top_k, router_parts
 from ..sharded import column_linear, row_linear
 
 
@@ -31,6 +32,7 @@ class Gate(nn.Module):
     def __init__(self, config: Any, by_token_id: bool, fmt: WeightFormat) -> None:
         super().__init__()
         experts, top_k = config.n_routed_experts, config.num_experts_per_tok
+        check_top_k(top_k, experts)
         self.routing = Routing(
             top_k=top_k,
             scoring=config.scoring_func,
@@ -67,12 +69,21 @@ class Gate(nn.Module):
             yield f"{parent}{name}.tid2eid", CheckpointSlot(shape, self._load_table, "zeros")
 
     def _load_table(self, table: Tensor) -> None:
-        """Copy the table. Random weights get one whose experts differ in each row."""
+        """Copy the table. Random weights get one whose experts differ in each row.
+
+        Raises ModelLoadError for experts that do not exist: kernels would read behind the weights.
+        """
         assert self.tid2eid is not None
         if table.is_floating_point():
             rows, top_k = table.shape
             each = torch.arange(rows, device=table.device).unsqueeze(1)
             table = (each + torch.arange(top_k, device=table.device)) % self.weight.shape[0]
+        least, most = (int(bound) for bound in table.aminmax())
+        if least < 0 or most >= self.weight.shape[0]:
+            raise ModelLoadError(
+                f"tid2eid names expert {least if least < 0 else most}, but the layer has "
+                f"{self.weight.shape[0]} experts."
+            )
         self.tid2eid.copy_(table)
 
 

@@ -23,6 +23,7 @@ from slipstream.runner.batch.kv_cache import KVLayout, StepLoad, fitting_block_s
 from slipstream.runner.errors import ModelLoadError
 from slipstream.runner.loading.weights import load_weights, resolve_model
 from slipstream.runner.models.deepseek_v4 import attention
+from slipstream.runner.models.deepseek_v4.moe import Gate
 from slipstream.runner.models.deepseek_v4.names import plain_name
 from slipstream.runner.models.registry import build_model
 from slipstream.runner.models.short_model import short_blocks
@@ -190,6 +191,7 @@ def test_the_checkpoint_as_deepseek_stores_it(folder: Path, oracle: Any, tmp_pat
         ({"attention_bias": True}, "not supported with attention_bias"),
         ({"scoring_func": "relu"}, "scoring_func other than sqrtsoftplus, sigmoid, softmax"),
         ({"n_shared_experts": 2}, "n_shared_experts other than 1"),
+        ({"num_experts_per_tok": 99}, "each token has 99 experts of"),
     ],
 )
 def test_what_is_not_supported_is_named(
@@ -199,6 +201,14 @@ def test_what_is_not_supported_is_named(
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelLoadError, match=message):
         load(tmp_path, load_format="dummy")
+
+
+def test_experts_of_token_ids_that_do_not_exist_are_refused(folder: Path, oracle: Any) -> None:
+    model = load(folder)
+    gate = next(m for m in model.modules() if isinstance(m, Gate) and m.tid2eid is not None)
+    for expert in (-1, gate.weight.shape[0]):
+        with pytest.raises(ModelLoadError, match=f"tid2eid names expert {expert}, but the layer"):
+            gate._load_table(torch.full_like(gate.tid2eid, expert))
 
 
 def test_a_short_pass_runs_one_block_of_each_kind_after_each_kind() -> None:

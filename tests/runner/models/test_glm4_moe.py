@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
+from slipstream.runner.errors import ModelLoadError
 
 from ..model_harness import assert_equals_transformers, load
 from ..random_oracle import random_oracle
@@ -56,3 +59,21 @@ def test_half_of_each_head_rotates_and_the_prediction_module_is_left_out(tmp_pat
     model = load(tmp_path)
     assert model.rotary.cos_sin_cache.shape[1] == 8
     assert_equals_transformers(model, oracle)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"n_group": 3},  # does not divide 8 experts
+        {"n_group": -2},
+        {"n_group": 4, "topk_group": 5},
+        {"n_group": 4, "topk_group": 1},  # two experts, but a token has three
+        {"n_group": 8, "topk_group": 4},  # groups of one have no best two
+    ],
+)
+def test_groups_that_cannot_be_chosen_are_refused(settings: dict[str, Any], tmp_path: Path) -> None:
+    make_oracle({}, tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    with pytest.raises(ModelLoadError, match="the model has 8 experts; check n_group"):
+        load(tmp_path)
