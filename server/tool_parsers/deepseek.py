@@ -270,19 +270,25 @@ def _listed(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, "$defs": definitions} if definitions else found
 
 
-def _target(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema itself, or what its `$ref` refers to: never another `$ref`."""
-    name = str(schema.get("$ref", "")).removeprefix("#/$defs/")
-    return dict(definitions[name] if name else schema)
+def _target(schema: Mapping[str, Any] | bool, definitions: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema itself, or what its `$ref` refers to: never another `$ref`.
+
+    Raises SchemaError for true and false, which are schemas as well."""
+    found: Mapping[str, Any] | bool = schema
+    if isinstance(schema, Mapping) and "$ref" in schema:
+        found = definitions[schema["$ref"].removeprefix("#/$defs/")]
+    if isinstance(found, bool):
+        raise SchemaError("parameters that may have any form cannot be enforced in DSML")
+    return dict(found)
 
 
-def _choice(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> Mapping[str, Any]:
+def _choice(schema: Mapping[str, Any] | bool, definitions: Mapping[str, Any]) -> Mapping[str, Any]:
     """A branch of the parameters' choice; those behind a `$ref` stay as they are."""
     found = _target(schema, definitions)
     if "anyOf" in found:
         raise SchemaError("parameters that are a choice of choices cannot be enforced in DSML")
     closed = _closed(found)
-    if "$ref" not in schema:
+    if isinstance(schema, bool) or "$ref" not in schema:
         return closed
     if closed != found:
         raise SchemaError("'additionalProperties' behind a '$ref' cannot be enforced in DSML")

@@ -5,7 +5,7 @@
 
 SIDE is `ours` or `vllm`. An ITEM is `served` (the loads over HTTP, without drafts and with),
 `verify` (`slipstream verify --url` against two of vLLM's servers) or a name in `items.OFFLINE`.
-What stands between two `/` starts at once and is measured one after the other, each alone on its
+The items between two `/` start at once and are measured one after the other, each alone on its
 GPU. OUT.jsonl gets a line for each figure as soon as it is known, and one for each failure.
 After `--seconds` nothing new begins. FOLDER is what `tests/lab/shapes.py` has written.
 """

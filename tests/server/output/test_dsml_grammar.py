@@ -171,6 +171,8 @@ def test_further_parameters_of_a_strict_function() -> None:
         ({"anyOf": [{"$ref": "#/$defs/o"}, ONE], "$defs": {"o": listed}}, "behind a '\\$ref'"),
         ({**listed, "required": ["a"], "minProperties": 2}, "not listed"),
         ({"type": "object", "properties": {'q"': TEXT}}, "quotation mark"),
+        ({"anyOf": [listed, True]}, "may have any form"),
+        ({"$ref": "#/$defs/o", "$defs": {"o": True}}, "may have any form"),
     ):
         with pytest.raises(SchemaError, match=sentence):
             grammar(parameters)
