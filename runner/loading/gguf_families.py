@@ -195,7 +195,7 @@ def expert_names(name: str, shape: tuple[int, ...]) -> Iterator[str]:
     parts = name.removesuffix(".weight").split(".")
     if len(parts) != 3 or parts[0] != "blk" or parts[2] not in _STACKS:
         return
-    if len(shape) != 3 or shape[0] > _MOST_EXPERTS:
+    if len(shape) != 3 or 0 in shape or shape[0] > _MOST_EXPERTS:
         return
     for expert in range(shape[0]):
         yield f"model.layers.{parts[1]}.mlp.experts.{expert}.{_STACKS[parts[2]]}.weight"

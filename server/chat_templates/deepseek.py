@@ -289,7 +289,11 @@ def _json(value: Any) -> str:
 
 
 def _call(function: Message) -> str:
-    """One call as an element; arguments that are not an object become one parameter."""
+    """One call as an element; arguments that are not an object become one parameter.
+
+    Raises TemplateError for a call without a name."""
+    if not isinstance(function.get("name"), str):
+        raise TemplateError("a tool call must name its function")
     given = function["arguments"]
     given = given if isinstance(given, Mapping) else {"arguments": given}
     parameters = "\n".join(_parameter(name, value) for name, value in given.items())
@@ -311,7 +315,8 @@ def _with_instructions(messages: Messages) -> list[Message]:
     """
     found: list[Message] = []
     before_user = False
-    for message in reversed(messages):
+    for given in reversed(messages):
+        message = {key: value for key, value in given.items() if key != "head"}  # it is ours
         role = message.get("role")
         if role not in ("system", "developer", "user", "assistant", "tool"):
             raise TemplateError(f"the model knows no messages of role {role!r}")

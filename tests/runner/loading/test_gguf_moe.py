@@ -16,6 +16,7 @@ from torch import Tensor
 
 from slipstream.configs.schema import ModelConfig
 from slipstream.runner.errors import ModelLoadError
+from slipstream.runner.loading.gguf_families import expert_names
 from slipstream.runner.loading.gguf_weights import GGUFFile
 from slipstream.runner.loading.weights import load_weights, resolve_model
 from slipstream.runner.models.formats.expert_stack import ExpertStack
@@ -303,6 +304,13 @@ def test_numbers_that_make_no_sense_are_named(
     )
     with pytest.raises(ModelLoadError, match=reason):
         file.config()
+
+
+def test_a_stack_without_numbers_has_no_experts() -> None:
+    name = "blk.0.ffn_down_exps.weight"
+    assert len(list(expert_names(name, (4, 8, 32)))) == 4
+    for shape in ((4, 0, 32), (4, 8, 0), (0, 8, 32), (1 << 20, 8, 32), (4, 8)):
+        assert not list(expert_names(name, shape))
 
 
 @pytest.mark.parametrize(

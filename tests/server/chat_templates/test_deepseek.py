@@ -348,6 +348,16 @@ def test_other_roles_are_refused(encoder: DeepSeekEncoder) -> None:
         render(encoder, [say("judge", "Hi")])
 
 
+@BOTH
+def test_fields_that_are_missing_or_unknown(encoder: DeepSeekEncoder) -> None:
+    custom = {"id": "a", "type": "custom", "custom": {"name": "f"}}
+    with pytest.raises(ChatTemplateError, match="a tool call must name its function"):
+        render(encoder, [say("assistant", "", tool_calls=[custom])])
+    plain = render(encoder, [say("system", "S"), say("developer", "D")], [WEATHER])
+    own = [say("system", "S", head=5), say("developer", "D", head="x")]
+    assert render(encoder, own, [WEATHER]) == plain
+
+
 def test_a_template_wins_and_a_config_names_the_encoder(tmp_path: Path) -> None:
     both = ChatTemplate("{{ messages | length }}", {}, V4)
     assert both.render([say("user", "Hi")]) == "1" and not both.supports_tools
