@@ -21,6 +21,7 @@ BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 USER, ASSISTANT = "<｜User｜>", "<｜Assistant｜>"
 THINK, THINK_END = "<think>", "</think>"
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+_SWITCHES = ("thinking", "enable_thinking")
 _MAX_PROGRAM = 1 << 20  # characters of the folder's program that are searched
 
 Message = Mapping[str, Any]
@@ -57,6 +58,9 @@ class DeepSeekEncoder:
         effort = values.get("reasoning_effort")
         if effort is not None and effort not in _EFFORTS:
             raise TemplateError(f"reasoning_effort must be one of {', '.join(_EFFORTS)}")
+        for name in (*_SWITCHES, "drop_thinking"):
+            if values.get(name) not in (None, True, False):
+                raise TemplateError(f"{name} must be true or false")
         thinking = self._thinking(values)
         messages = _in_order_of_calls(_with_instructions(values["messages"]))
         head = self._head(values)
@@ -82,7 +86,7 @@ class DeepSeekEncoder:
 
     def _thinking(self, values: Mapping[str, Any]) -> bool:
         effort = values.get("reasoning_effort")
-        said = [values[name] for name in ("thinking", "enable_thinking") if name in values]
+        said = [values[name] for name in _SWITCHES if name in values]
         if effort == "none":
             return False
         return any(said) if said else self.thinks or effort is not None

@@ -100,7 +100,7 @@ class DsmlToolParser(ToolParser):
     ) -> None:
         functions = [tool.get("function") or tool for tool in tools or ()]
         self._exact = {f["name"] for f in functions if is_forced or f.get("strict") is True}
-        self._ends: Sequence[str] = ()  # of a value of the present call
+        self._is_exact = False  # whether a grammar constrains the present call
         super().__init__(tools, new_id, prompt)
 
     @classmethod
@@ -138,18 +138,22 @@ class DsmlToolParser(ToolParser):
         functions = [tool.get("function") or tool for tool in tools]
         if not any(function.get("strict") is True for function in functions):
             return None
+        # The parser reads calls anywhere, so what the grammar leaves free must not begin one.
+        free = {"type": "any_text", "excludes": [INVOKE]}
         calls = [
-            _call_tag(f, budget) if f.get("strict") is True else _tag(f, {"type": "any_text"})
-            for f in functions
+            _call_tag(f, budget) if f.get("strict") is True else _tag(f, free) for f in functions
         ]
         begin = f"<{DSML}{cls.block}>"
+        others = [INVOKE, *(block for block in BLOCKS if block != begin)]
         tag = {
             "type": "tag",
             "begin": f"{begin}\n",
             "content": _calls(calls, True),
             "end": f"</{DSML}{cls.block}>",
         }
-        return _spec({"type": "triggered_tags", "triggers": [begin], "tags": [tag]})
+        return _spec(
+            {"type": "triggered_tags", "triggers": [begin], "tags": [tag], "excludes": others}
+        )
 
     def run(self) -> Wait[None]:
         """As in the base class."""
@@ -164,8 +168,7 @@ class DsmlToolParser(ToolParser):
                 if not bracket or len(name) < 2 or name[-1] != '"':
                     break
                 self.start_call(name[:-1])
-                is_exact = name[:-1] in self._exact
-                self._ends = (PARAMETER_END,) if is_exact else _VALUE_ENDS
+                self._is_exact = name[:-1] in self._exact
                 yield from self._arguments()
                 raw = yield from self.take_space()
                 if (yield from self.take_any(BLOCK_ENDS)):
@@ -193,22 +196,25 @@ class DsmlToolParser(ToolParser):
             if marker == PARAMETER_END:
                 space = yield from self.take_space()
                 marker = yield from self.take_any([PARAMETER, INVOKE_END])
+        if not marker and self._is_exact:  # the call is cut, so that parameters may be missing
+            self.arguments("{" if lead == "{" else "")
+            yield from self.take_through(lambda char: False)
+            return
         self.arguments("{}" if lead == "{" else "}")
         if not marker:
             self.content(space)
 
     def _value(self, is_string: bool) -> Wait[str]:
         """Read one value; returns the marker that ended it."""
+        ends = (PARAMETER_END,) if self._is_exact else _VALUE_ENDS
         if is_string:
             self.arguments('"')
-            marker = yield from self.take_until(
-                self._ends, lambda text: self.arguments(_escaped(text))
-            )
+            marker = yield from self.take_until(ends, lambda text: self.arguments(_escaped(text)))
             if marker:
                 self.arguments('"')
             return marker
         pieces: list[str] = []
-        marker = yield from self.take_until(self._ends, pieces.append)
+        marker = yield from self.take_until(ends, pieces.append)
         if marker:
             self.arguments(_as_json("".join(pieces)))
         return marker
@@ -237,7 +243,7 @@ def _calls(calls: Sequence[Mapping[str, Any]], parallel: bool) -> dict[str, Any]
 
 def _call_tag(function: Mapping[str, Any], budget: Budget | None) -> dict[str, Any]:
     """A call whose parameters fit the function's; raises SchemaError."""
-    schema = parameters_of(function, budget)
+    schema = _objects(parameters_of(function, budget))
     content = {
         "type": "json_schema",
         "json_schema": _listed(schema) if function.get("strict") is True else schema,
@@ -245,6 +251,27 @@ def _call_tag(function: Mapping[str, Any], budget: Budget | None) -> dict[str, A
         "max_whitespace_cnt": _MAX_WHITESPACE,
     }
     return _tag(function, content)
+
+
+def _objects(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema without what is not an object, because DSML can write nothing else.
+
+    Raises SchemaError if nothing is left."""
+    definitions = schema.get("$defs", {})
+    found = _target(schema, definitions)
+    branches = found.get("anyOf", [found])
+    kept = [each for each in branches if _is_of_objects(_target(each, definitions))]
+    if not kept:
+        raise SchemaError("DSML can write only parameters that are an object")
+    if len(kept) == len(branches):
+        return schema
+    found = {**found, "anyOf": kept}
+    return {**found, "$defs": definitions} if definitions else found
+
+
+def _is_of_objects(schema: Mapping[str, Any]) -> bool:
+    values = schema.get("enum", ())
+    return schema.get("type", "object") == "object" and all(isinstance(v, dict) for v in values)
 
 
 def _tag(function: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:

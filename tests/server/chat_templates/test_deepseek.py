@@ -226,6 +226,10 @@ def test_what_turns_reasoning_on(encoder: DeepSeekEncoder) -> None:
     assert ends(reasoning_effort="high", thinking=False) == "</think>"
     with pytest.raises(ChatTemplateError, match="reasoning_effort must be one of none, minimal"):
         ends(reasoning_effort="ultra")
+    for name in ("thinking", "enable_thinking", "drop_thinking"):
+        for wrong in ("false", {"type": "disabled"}, [], 2):
+            with pytest.raises(ChatTemplateError, match=f"{name} must be true or false"):
+                ends(**{name: wrong})
 
 
 def test_the_effort_is_written_in_front() -> None:

@@ -178,6 +178,65 @@ def test_further_parameters_of_a_strict_function() -> None:
             grammar(parameters)
 
 
+@FORMS
+def test_a_strict_function_is_called_in_no_other_spelling(form: type[DsmlToolParser]) -> None:
+    """The parser reads all of these as calls, so that none may avoid the function's schema."""
+    spec = form.strict_grammar([tool("weather", WEATHER, strict=True), tool("now")])
+    assert spec is not None
+    grammar = compiler().compile_structural_tag(spec.value)
+    wrong = written(form, ("weather", {"days": 3}))
+    start, end = f"<｜DSML｜{form.block}>", f"</｜DSML｜{form.block}>"
+    for block in ("tool_calls", "function_calls", "toolcalls"):
+        assert not accepts(grammar, wrong.replace(start, f"<｜DSML｜{block}>"))
+    assert not accepts(grammar, wrong.replace(f"{start}\n", "").replace(end, ""))
+    inside = written(form, NOW).replace('"now">\n', '"now">\n-<｜DSML｜invoke name="weather">\n')
+    (_, call) = parse(form(TOOLS), [inside]).tool_calls
+    assert call.name == "weather" and not accepts(grammar, inside)
+    assert accepts(grammar, "A <｜DSML｜invoke element." + written(form, RAIN, NOW))
+
+
+def test_parameters_that_are_not_an_object_are_refused_or_narrowed() -> None:
+    def compiled(parameters: Any, strict: bool) -> Any:
+        tools = [tool("f", parameters, strict=strict)]
+        return compiler().compile_structural_tag(V4_FORM.forced_grammar(tools, "f").value)
+
+    value = written(V4_FORM, ("f", {})).replace('"f">\n\n', '"f">\nnull')
+    for strict in (True, False):
+        for parameters in (
+            TEXT,
+            {"type": "array", "items": NUMBER},
+            {"enum": [{}, 1]},
+            {"anyOf": [TEXT, {"type": "null"}]},
+            {"$ref": "#/$defs/n", "$defs": {"n": NUMBER}},
+        ):
+            with pytest.raises(SchemaError, match="only parameters that are an object"):
+                compiled(parameters, strict)
+        for parameters in (
+            {**ONE, "type": ["object", "null"]},
+            {"anyOf": [{"$ref": "#/$defs/n"}, ONE], "$defs": {"n": TEXT}},
+        ):
+            grammar = compiled(parameters, strict)
+            assert accepts(grammar, written(V4_FORM, ("f", {"p": "x"}))), parameters
+            assert not accepts(grammar, value), parameters
+
+
+@FORMS
+def test_a_constrained_call_that_is_cut_stays_open(form: type[DsmlToolParser]) -> None:
+    """Arguments that end where a stop string or the limit of tokens cuts them are not whole."""
+    text = written(form, ("weather", {"days": 3, "city": "x"})).rstrip()
+    first, last = (
+        text.index("invoke name=") + len('invoke name="weather">'),
+        text.rindex("</｜DSML｜i"),
+    )
+    for length in range(first, last):
+        found = parse(form(TOOLS, is_forced=True), [text[:length]])
+        (call,) = found.tool_calls
+        assert not found.content
+        with pytest.raises(json.JSONDecodeError):
+            json.loads(call.arguments)
+    assert json.loads(parse(form(TOOLS, is_forced=True), [text]).tool_calls[0].arguments)
+
+
 def test_a_value_of_a_constrained_call_ends_at_its_own_end() -> None:
     """A grammar allows the ends of other elements inside a text."""
     text = "a</｜DSML｜invoke> and <｜DSML｜parameter name="
