@@ -17,4 +17,3 @@ class Rotation:
     cos_sin_cache: Tensor  # [max_position, rot_dim], cos in the first half of a row, then sin
     interleaved: bool = False  # pairs are (2i, 2i + 1) instead of (i, i + rot_dim / 2)
     norms: HeadNorms | None = None  # applied to each head before it is rotated
-    ahead: Tensor | None = None  # weights of the next layer, which attention may prefetch

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...kernels.attention.mla import absorb_query, expand_value, queries_and_rows
+from ...kernels.attention.mla import absorb_query, expand_value
 from ...kernels.linear.experts import Routing
 from ..attention.base import AttentionLayer, AttentionState
 from ..parallel.ranks import head_counts
@@ -123,10 +123,6 @@ class LatentAttention(nn.Module):
             heads = self.q_b_proj.forward(low)
             down = down[:, self.q_rank :]
         heads = heads.view(tokens, self.num_heads, -1)
-        if rotary.cos is None:
-            norm, w_uk = self.kv_a_layernorm.inside, self.kv_b_proj.w_uk
-            query, row = queries_and_rows(heads, down, w_uk, rotary, norm, self.fixed)
-            return query, row, low
         # the cached row of a token: its normed latent, then the rotated part that all heads share
         row = torch.cat(
             (

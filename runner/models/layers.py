@@ -143,13 +143,6 @@ class Linear(nn.Module):
             return not self.packed.torch_only
         return self.chooser is not None and self.weight is not None
 
-    @property
-    def stored(self) -> Tensor | None:
-        """The memory of the matrix, contiguous; None if it is in parts or not a GPU's."""
-        if self.packed is not None:
-            return self.packed.words
-        return self.weight
-
     def norms(self, num_rows: int) -> bool:
         """True if the kernel for `num_rows` rows can norm its input itself."""
         if self.packed is not None:

@@ -146,8 +146,7 @@ class Attention(nn.Module):
         norms = None
         if self.qk_norm:
             norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        ahead = self.o_proj.stored
-        turn = Rotary(rotary.positions, rotary.cos_sin_cache, rotary.interleaved, norms, ahead)
+        turn = Rotary(rotary.positions, rotary.cos_sin_cache, rotary.interleaved, norms)
         out = attention.rotate_and_attend(self.layer.layer_id, query, key, value, turn)
         out = selected(out.reshape(hidden.shape[0], self.q_size), only)
         return self.o_proj.parts(out) if residual is None else self.o_proj.add(out, residual)

@@ -258,10 +258,6 @@ def latent() -> None:
     for rows in (1, 40, 256):
         project(t(rows, 16, 192)[..., :128], t(16, 128, 512))
         project(t(rows, 16, 512), t(16, 128, 512).transpose(1, 2))
-        rotation = Rotation(t(rows, dtype=I64), t(4096, 64, dtype=torch.float32), True)
-        heads, down = t(rows, 128, 192)[..., 128:], t(rows, 2112)[:, 1536:]
-        latent_rows = module("mla").latent_rows
-        latent_rows(heads, down, t(rows, 128, 576), rotation, t(512), 1e-6)
 
 
 def sampling() -> None:

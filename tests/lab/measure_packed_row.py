@@ -35,7 +35,7 @@ from shapes import FP8_ROWS, GPTQ
 from transformers import LlamaConfig
 
 from slipstream.configs.model.quantisation import parse_quantisation
-from slipstream.kernels.attention.triton import ahead as attention_ahead
+from slipstream.kernels import launch
 from slipstream.kernels.compile_ahead import ForkingExecutor, compiling_only, without_gpu
 from slipstream.kernels.linear.linear_choice import H100_WINNERS, Gemv, Shape, Skinny
 from slipstream.kernels.linear.linear_tuned import LinearChooser
@@ -50,7 +50,14 @@ LAYERS, CONTEXT = 6, 256
 SHAPES = {shape.role: shape for shape in measure_packed.SHAPES}
 TOLERANCE = 0.05  # relative error of hidden states after the chain
 QUANTISED: Mapping[str, dict[str, Any] | None] = {"bf16": None, "fp8": FP8_ROWS, "int4": GPTQ}
-Table = dict[str, Any]  # role -> choice; "attention" -> changes of its plan; "ahead" -> MiB
+Table = dict[str, Any]  # role -> choice, and "starts" -> parts that start the next kernel at once
+STARTS = (
+    {"attention"},
+    {"attention", "norm"},
+    {"attention", "norm", "o"},
+    {"attention", "norm", "o", "gate_up"},
+    {"attention", "norm", "o", "gate_up", "down"},
+)
 
 
 def _rows(*sizes: tuple[int, ...]) -> list[PackedChoice]:
@@ -71,13 +78,13 @@ ONE_ROW: Mapping[str, Mapping[str, list[PackedChoice]]] = {
         "down": _rows(
             *((16, 5, 4, 1, 4), (16, 4, 8, 1, 8), (16, 3, 8, 1, 8), (32, 3, 8, 1, 8)),
             *((16, 3, 4, 1, 8), (16, 5, 4, 2, 4), (32, 3, 4, 2, 4), (16, 3, 4, 2, 8)),
-            *((16, 5, 4, 2, 4, 1, 16, 1), (16, 5, 4, 2, 4, 1, 4, 1)),
-            *((16, 5, 4, 4, 4, 1, 4, 1), (32, 3, 4, 2, 4, 1, 4, 1)),
+            *((16, 5, 4, 2, 4, 1, 16, 0, 1), (16, 5, 4, 2, 4, 1, 4, 0, 1)),
+            *((16, 5, 4, 4, 4, 1, 4, 0, 1), (32, 3, 4, 2, 4, 1, 4, 0, 1)),
         ),
         "o": _rows(
             *((16, 5, 4, 1, 4), (16, 3, 8, 1, 8), (16, 2, 8, 1, 8), (16, 3, 4, 1, 4)),
             *((16, 2, 4, 1, 8), (16, 5, 4, 2, 4)),
-            *((16, 5, 4, 2, 4, 1, 8, 1), (16, 3, 4, 2, 4, 1, 4, 1)),
+            *((16, 5, 4, 2, 4, 1, 8, 0, 1), (16, 3, 4, 2, 4, 1, 4, 0, 1)),
         ),
         "qkv": _rows(
             *((16, 3, 8, 1, 8), (16, 3, 4, 1, 4), (16, 5, 4, 1, 4), (16, 2, 8, 1, 8)),
@@ -93,8 +100,8 @@ ONE_ROW: Mapping[str, Mapping[str, list[PackedChoice]]] = {
         "down": [
             *_rows((16, 5, 4, 1, 4), (16, 4, 8, 1, 8), (16, 3, 8, 1, 8), (16, 5, 4, 2, 4)),
             *_rows((16, 6, 4, 1, 4), (16, 4, 4, 1, 8), (32, 4, 8, 1, 8)),
-            *_rows((16, 5, 4, 2, 4, 1, 16, 1), (16, 5, 4, 2, 4, 1, 4, 1)),
-            *_rows((32, 4, 4, 2, 4, 1, 4, 1), (16, 5, 4, 4, 4, 1, 4, 1)),
+            *_rows((16, 5, 4, 2, 4, 1, 16, 0, 1), (16, 5, 4, 2, 4, 1, 4, 0, 1)),
+            *_rows((32, 4, 4, 2, 4, 1, 4, 0, 1), (16, 5, 4, 4, 4, 1, 4, 0, 1)),
             *_gemvs((4, 2048, 4, 1), (2, 1024, 4, 3), (2, 2048, 4, 2)),
         ],
         "o": [
@@ -119,7 +126,6 @@ ATTENTION: tuple[dict[str, Any], ...] = (
     {"splits": 4},
     {"early": False},
 )
-AHEAD = (4, 8, 16, 24)  # MiB of the output projection that attention prefetches
 HEIGHTS = (64, 128, 256)  # rows of a program in `many`
 # block_n, stages, warps
 TALL = ((64, 3, 4), (64, 4, 4), (128, 3, 8), (128, 2, 8), (64, 2, 4))
@@ -142,21 +148,28 @@ def make_step(kind: str, device: torch.device) -> Step:
 @contextmanager
 def using(step: Step, table: Table) -> Iterator[None]:
     """Inside, the layers use the choices of a table; what it lacks is built in."""
+    starts = table.get("starts", set())
 
     def choose(weight: Any, role: str, num_rows: int) -> PackedChoice:
         if "torch" in table:
             return None
-        choice: PackedChoice = table.get(role, choose_packed(weight, role, num_rows))
-        return choice
+        choice = table.get(role, choose_packed(weight, role, num_rows))
+        return replace(choice, starts=int(role in starts)) if choice is not None else None
 
+    dense = {
+        shape: replace(choice, starts=int(shape.role in starts))
+        for (shape, rows), choice in H100_WINNERS.items()
+        if rows == 1 and choice is not None
+    }
     with ExitStack() as stack:
-        mib = table.get("ahead", attention_ahead.AHEAD_MIB)
-        stack.enter_context(patch.object(attention_ahead, "AHEAD_MIB", mib))
         stack.enter_context(planned(table.get("attention", {})))
         stack.enter_context(patch.object(formats, "choose_packed", choose))
+        stack.enter_context(patch.object(launch, "STARTS_NEXT", frozenset(starts)))
         for module in step.model.modules():
             if isinstance(module, formats.PackedLayer):
                 module._chosen.clear()
+            if getattr(module, "chooser", None) is not None:
+                module.chooser = LinearChooser({(of, 1): own for of, own in dense.items()})
         yield
 
 
@@ -199,11 +212,11 @@ class Search:
         self.attempt()
         for changes in ATTENTION:
             self.attempt(attention=changes)
-        for mib in AHEAD:
-            self.attempt(ahead=mib)
         for role, choices in ONE_ROW[self.kind].items():
             for choice in choices:
                 self.attempt(**{role: choice})
+        for starts in STARTS:
+            self.attempt(starts=starts)
         for role in ("o", "gate_up", "down", "qkv"):
             choice = self.best.get(role, _ONE_ROW.get((self.kind, SHAPES[role])))
             if isinstance(choice, Row):
@@ -211,8 +224,6 @@ class Search:
                     self.attempt(**{role: replace(choice, early=early)})
         if self.bench.is_dry:
             return
-        for mib in AHEAD:
-            self.attempt(ahead=mib)
         self.leave_out()
         with using(self.step, self.best):
             whole = self.bench.time([self.step.tokens])

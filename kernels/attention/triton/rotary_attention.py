@@ -14,22 +14,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...launch import (
-    hash_functions,
-    pdl_options,
-    use_pdl,
-    wait_for_inputs,
-)
+from ...launch import fetch_early, hash_functions, pdl_options, starts_next, wait_for_inputs
 from ...linear.rotation import Rotation
 from ...linear.triton.rotation import angles, load_parts, pairs, rotated
 from ...quant.triton.e4m3 import to_cache
 from ..paged_rows import AttentionRule, PagedRows
-from .ahead import fetch_ahead, fetch_first_tile, lines_ahead
 from .attention_plan import MAX_SPLITS, Launch
 from .online_softmax import LEAST, LOG2E, absorb_scaled, soft_capped
 from .split_sums import keys_of_split, sum_own_splits, sum_splits
 
 _MAX_SPLITS = tl.constexpr(MAX_SPLITS)
+
+
+@triton.jit
+def _fetch_first_tile(
+    key_cache, value_cache, table, low, high, key, kv_head,
+    ROW: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """Prefetch the keys and values of a split's first tile into L2."""
+    at = tl.maximum(tl.minimum(low + key, high - 1), 0)
+    page = tl.load(table + at // PAGE).to(tl.int64)
+    line = tl.arange(0, (BLOCK_D + 63) // 64) * 64
+    line_of = (page * PAGE + at % PAGE) * ROW + kv_head * DIM
+    fetch_early(key_cache + line_of[:, None] + line[None, :])
+    fetch_early(value_cache + line_of[:, None] + line[None, :])
 
 
 @triton.jit
@@ -109,10 +117,7 @@ def _attend(
 
 # `splits` is not a constexpr: together with the number of parts it would make too many kinds.
 @triton.jit(
-    do_not_specialize=[
-        *("num_reqs", "num_tokens", "splits", "least_keys", "alone", "max_query_len"),
-        "ahead_size",
-    ],
+    do_not_specialize=["num_reqs", "num_tokens", "splits", "least_keys", "alone", "max_query_len"],
     do_not_specialize_on_alignment=["positions", "slot_mapping", "query_start_loc"],
 )
 def _rotary_attention_kernel(
@@ -134,13 +139,11 @@ def _rotary_attention_kernel(
     partial,  # [splits, T, Hq, D] fp32
     lse,  # [splits, T, Hq] fp32, log2 of the softmax denominator; inf in split 0: `out` is final
     arrivals,  # [N, Hkv] int32, zeros before and after
-    ahead,  # uint8, weights that the next kernel reads
     scale,
     k_scale,  # of stored keys, which `scale` contains, too; None unless the cache is e4m3
     v_scale,
     softcap,
     eps,
-    ahead_size,  # bytes of `ahead`
     num_reqs,
     num_tokens,
     splits,  # a split has work if it begins within the keys; the first always has
@@ -173,7 +176,6 @@ def _rotary_attention_kernel(
     SINKS: tl.constexpr,
     HEADS_FIRST: tl.constexpr,
     EARLY: tl.constexpr,
-    AHEAD: tl.constexpr,  # lines of 128 bytes of `ahead` that a program prefetches; 0 = none
     LAST_SUMS: tl.constexpr,  # rows whose splits the last program sums; 0 = another kernel does
     PDL: tl.constexpr,
 ):
@@ -205,11 +207,9 @@ def _rotary_attention_kernel(
     column = kv_head * DIM + dim
     in_page = (key % PAGE)[:, None] * row_size + column[None, :]
     if EARLY:
-        fetch_first_tile(
+        _fetch_first_tile(
             key_cache, value_cache, table, low, high, key, kv_head, row_size, DIM, BLOCK_D, PAGE
         )
-    if AHEAD > 0:
-        fetch_ahead(ahead, ahead_size, AHEAD)
     turn = pairs(dim, ROT, INTERLEAVED)
     partner, pair, is_first = turn
     valid = within < query_len
@@ -326,12 +326,7 @@ def rotary_attention(
         lse = torch.empty(splits, *shape[:2], dtype=torch.float32, device=query.device)
     norms, group = rotation.norms, num_heads // kv_heads
     grid = (kv_heads, num_reqs) if plan.heads_first else (num_reqs, kv_heads)
-    early = plan.early and use_pdl(query)
-    ahead, lines = query, 0
-    if early and rotation.ahead is not None and rotation.ahead.is_contiguous():
-        lines = lines_ahead(rotation.ahead.nbytes, grid[0] * grid[1] * splits)
-        ahead = rotation.ahead.view(torch.uint8) if lines else query
-    options = pdl_options(query)
+    options = pdl_options(query, starts_next("attention", num_tokens))
     _rotary_attention_kernel[(*grid, splits)](
         query,
         key,
@@ -350,13 +345,11 @@ def rotary_attention(
         partial,
         lse,
         rows.arrivals,
-        ahead,
         rule.key_scale,
         None if rule.fp8 is None else rule.fp8.k_scale,
         None if rule.fp8 is None else rule.fp8.v_scale,
         1.0 if rule.softcap is None else rule.softcap,
         0.0 if norms is None else norms[2],
-        ahead.nbytes,
         num_reqs,
         num_tokens,
         splits,
@@ -383,8 +376,7 @@ def rotary_attention(
         SOFTCAP=rule.softcap is not None,
         SINKS=rule.sinks is not None,
         HEADS_FIRST=plan.heads_first,
-        EARLY=early,
-        AHEAD=lines,
+        EARLY=plan.early and options["PDL"] > 0,
         LAST_SUMS=plan.last_sums,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,

@@ -21,7 +21,7 @@ from ....kernels.packed.linear import (
     packed_sample_head,
 )
 from ....kernels.quant.packed import PackedWeight, can_concatenate, concatenate
-from ....kernels.quant.tiled import TiledWeight, Weight, prepare
+from ....kernels.quant.tiled import Weight, prepare
 
 Part = PackedWeight | Tensor
 
@@ -65,12 +65,6 @@ class PackedLayer(nn.Module):
         """The matrix, if all parts are one."""
         only = self.parts[0]
         return None if len(self.parts) > 1 or isinstance(only, Tensor) else only
-
-    @property
-    def words(self) -> Tensor | None:
-        """The codes of the matrix in the order of the kernels, if all parts are one."""
-        whole = self.whole
-        return whole.words if isinstance(whole, TiledWeight) else None
 
     def forward(
         self,
