@@ -31,6 +31,7 @@ from ...linear.triton.gemv import gated
 from ...linear.triton.skinny import _TRITON_DTYPES, _tile
 from ...quant.tiled import TiledWeight
 from ...quant.triton.packed_scales import factors_of
+from ..choice import EXACT_ROWS
 from ..kinds import GATE_UP, PARTS, PLAIN
 from .arguments import scale_arguments
 from .packed_products import add_products
@@ -221,9 +222,10 @@ def _packed_kernel(
 
 
 def _rounds(choice: Skinny, mode: int) -> bool:
-    """Whether the registers of a program lack room for one more set of sums."""
+    """Whether the registers of a program lack room for one more set of sums; never of tiles for
+    the rows of a decode or verify step, which rounds no weight."""
     sums = choice.block_m * choice.block_n // (32 * choice.num_warps)  # of a thread
-    return sums * (2 if mode == GATE_UP else 1) > 64
+    return choice.block_m > EXACT_ROWS and sums * (2 if mode == GATE_UP else 1) > 64
 
 
 def multiply(

@@ -184,6 +184,16 @@ def test_the_last_program_sums_the_parts(rows: int) -> None:
     assert parts.shape == (3, rows, 37)  # for a kernel that sums itself
 
 
+def test_no_tile_for_up_to_64_rows_rounds_weights() -> None:
+    from slipstream.kernels.packed.triton.packed_skinny import _rounds
+
+    for warps in (1, 4, 8):
+        for mode in (PLAIN, GATE_UP):
+            assert not _rounds(Skinny(128, 256, 3, warps, 1, 64), mode)
+    assert _rounds(Skinny(128, 256, 3, 8, 1, 128), GATE_UP)
+    assert not _rounds(Skinny(128, 256, 3, 8, 1, 128), PLAIN)
+
+
 @pytest.mark.parametrize("name", some(["fp8 blocks", "int4 128"], kept=["int4 128"]))
 def test_norm_and_residual_are_fused(name: str) -> None:
     from slipstream.kernels.packed.triton import packed_skinny as kernel
