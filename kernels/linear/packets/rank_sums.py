@@ -4,6 +4,9 @@ and the residual in the same kernel.
 A packet of 8 bytes holds two 16-bit numbers and the number of the sum, so that who waits for it
 needs no other signal: it has arrived when it bears the number of this sum. NCCL calls the idea its
 low-latency protocol. It doubles the bytes, which only pays where these are few.
+
+A packet is written and read as one aligned word of 8 bytes, which arrives whole, and nothing is
+assumed of the order of packets. The reader asks memory anew each time (volatile loads).
 """
 
 from __future__ import annotations
