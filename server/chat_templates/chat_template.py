@@ -222,6 +222,11 @@ def _render_continued(template: Renderer, values: dict[str, Any]) -> str:
 
     The text is marked before rendering, and the prompt cut at the mark."""
     last = values["messages"][-1]
+    if last.get("tool_calls") or last.get("role") in ("tool", "function"):
+        raise ChatTemplateError(
+            "continue_final_message continues a text, but the last message has tool calls or is "
+            "the result of one."
+        )
     content = last.get("content")
     if isinstance(content, list):
         part = next((p for p in reversed(content) if isinstance(p.get("text"), str)), None)

@@ -143,5 +143,12 @@ def test_continuation_is_checked() -> None:
     with pytest.raises(ChatTemplateError, match="cannot be continued"):
         render("nothing", [USER], **flags)
     assert render(TEMPLATES["gemma"], [PARTS], **flags).endswith("user\nab")
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    for last in (
+        {"role": "assistant", "content": "Hi", "tool_calls": [call]},
+        {"role": "tool", "content": "Hi", "tool_call_id": "a"},
+    ):
+        with pytest.raises(ChatTemplateError, match="has tool calls or is the result of one"):
+            render(LINES, [USER, last], **flags)
     with pytest.raises(ChatTemplateError, match="at least one"):
         render(LINES, [])
