@@ -80,7 +80,8 @@ class TensorMetadata(AttentionMetadata):
 def run_all_experts(
     x: Tensor, experts: ExpertWeights, weights: Tensor, ids: Tensor, *_: bool
 ) -> Tensor:
-    """`kernels.linear.moe.run_experts` without a loop over counts, which a graph could not hold."""
+    """`run_experts` and `expert_parts` of `kernels.linear.moe` without a loop over counts, which a
+    graph could not hold."""
     assert experts.gate_up_bias is None and experts.down_bias is None
     weights, ids = torch.where(ids < 0, 0.0, weights), ids.clamp(min=0)  # absent experts
     inner = gated(torch.einsum("th,tkih->tki", x, experts.gate_up[ids]), experts)
@@ -186,7 +187,8 @@ def recording(
         patch.setattr(TensorBuilder, "builds_on_device", loop)
         if not claims:
             patch.setattr(startup.ClaimsAtStart, "verify", lambda *args: None)
-        patch.setattr(moe, "run_experts", run_all_experts)
+        for name in ("run_experts", "expert_parts"):
+            patch.setattr(moe, name, run_all_experts)
         patch.setattr(CudaGraphManager, "run_fullgraph", counted)
         if graphs:
             patch.setattr(startup, "CudaGraphs", lambda device: recorder)
