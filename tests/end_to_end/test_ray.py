@@ -69,7 +69,6 @@ def until(condition: Any, log: list[str], seconds: float = 60) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.slow
 def test_two_nodes_of_a_ray_cluster_serve_a_chat(
     server: RunningServer, model: Path, cluster: Any
 ) -> None:
