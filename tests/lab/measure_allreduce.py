@@ -21,19 +21,17 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rank_scripts import run_ranks
 from torch import Tensor
 
 from slipstream.kernels.linear.packets.memory import packets_fit
 from slipstream.runner.parallel.collectives import Collectives, meet, subgroup
-from slipstream.runner.parallel.rank_processes import devices_from
 from slipstream.runner.parallel.small_sums import way_of
 
 HIDDEN, SUMS, REPEATS = 4096, 65, 20
@@ -193,23 +191,7 @@ def main() -> int:
         status = run_rank(*args, options.check)
         sys.stdout.flush()
         os._exit(status)  # communicators that other ranks have left may never finish
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, __file__, *sys.argv[1:], "--rank", str(rank)]
-                + ["--rendezvous", f"{folder}/group"],
-                env=os.environ | {"CUDA_VISIBLE_DEVICES": devices_from(rank, options.size)},
-            )
-            for rank in range(options.size)
-        ]
-        try:
-            return max(process.wait(timeout=150) for process in ranks)
-        except subprocess.TimeoutExpired:
-            print("the ranks hang", flush=True)
-            return 1
-        finally:
-            for process in ranks:
-                process.kill()
+    return run_ranks(__file__, options.size)
 
 
 if __name__ == "__main__":

@@ -19,21 +19,19 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 
 import torch
 from measure_allreduce import recorded
+from rank_scripts import run_ranks
 from torch import Tensor
 
 from slipstream.kernels.linear.experts import ExpertWeights
 from slipstream.kernels.linear.moe import run_experts
 from slipstream.runner.parallel.collectives import Collectives, meet
 from slipstream.runner.parallel.experts import ExpertRanks, RowExchange, padded_counts
-from slipstream.runner.parallel.rank_processes import devices_from
 from slipstream.runner.parallel.ranks import Cut
 
 HIDDEN, INNER, EXPERTS, TOP_K = 256, 128, 16, 4  # of the comparison
@@ -187,23 +185,7 @@ def main() -> int:
             status = run_rank(options.rank, options.size, options.rendezvous, options.check)
         sys.stdout.flush()
         os._exit(status)  # communicators that other ranks have left may never finish
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, __file__, *sys.argv[1:], "--rank", str(rank)]
-                + ["--rendezvous", f"{folder}/group"],
-                env=os.environ | {"CUDA_VISIBLE_DEVICES": devices_from(rank, options.size)},
-            )
-            for rank in range(options.size)
-        ]
-        try:
-            return max(process.wait(timeout=150) for process in ranks)
-        except subprocess.TimeoutExpired:
-            print("the ranks hang", flush=True)
-            return 1
-        finally:
-            for process in ranks:
-                process.kill()
+    return run_ranks(__file__, options.size)
 
 
 if __name__ == "__main__":
