@@ -6,7 +6,6 @@ before and after any other sum.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,8 +15,7 @@ from torch import Tensor
 
 from ...kernels.linear.packets.memory import PROGRAMS, PacketMemory, packets_fit
 from ...kernels.linear.packets.rank_sums import sum_packets
-
-logger = logging.getLogger(__name__)
+from .small_sums import all_can
 
 _KIB = 1 << 10
 # Bytes of the sum up to which packets are used, by the number of GPUs: every rank writes them twice
@@ -91,18 +89,12 @@ def open_packet_sums(
             if not torch.equal(got.long(), expected):
                 raise RuntimeError("the sums are wrong")
 
-    for step in (exchange, try_out):
-        fault = None
-        try:
-            step()
-        except Exception as error:  # whatever torch, Triton, the driver or a container refuses
-            fault = f"{type(error).__name__}: {(str(error).splitlines() or ['no reason'])[0]}"
-        if least([fault is None])[0]:
-            continue
-        logger.warning(
-            "sums over the GPUs take several kernels, which is slower: %s",
-            fault or "another rank could not exchange packets",
-        )
+    if not all_can(
+        (exchange, try_out),
+        least,
+        "sums over the GPUs take several kernels, which is slower",
+        "another rank could not exchange packets",
+    ):
         return None
     sums: PacketSums = made[1]
     return sums

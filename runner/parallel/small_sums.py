@@ -115,24 +115,41 @@ def open_small_sums(
         if not all(torch.equal(made[2].by(way, x), expected) for way in ways):
             raise RuntimeError("the sums are wrong")
 
-    for step in (allocate, exchange, try_out):
-        fault = _fault(step)
-        if least([fault is None])[0]:
-            continue
-        logger.warning(
-            "small sums over the GPUs go through NCCL, which is slower: %s",
-            fault or "another rank could not share its memory",
-        )
+    if not all_can(
+        (allocate, exchange, try_out),
+        least,
+        "small sums over the GPUs go through NCCL, which is slower",
+        "another rank could not share its memory",
+    ):
         return None
     small: SmallSums = made[2]
     return small
+
+
+def all_can(
+    steps: Sequence[Callable[[], None]],
+    least: Callable[[Sequence[int]], list[int]],
+    loss: str,
+    other: str,
+) -> bool:
+    """Whether every rank can take all steps, one after the other; `least`: see `Communicator`.
+
+    At the first step that some rank cannot take, all return False and log what is lost, `loss`, and
+    why; `other` is the reason on ranks that could take it.
+    """
+    for step in steps:
+        fault = _fault(step)
+        if not least([fault is None])[0]:
+            logger.warning("%s: %s", loss, fault or other)
+            return False
+    return True
 
 
 def _fault(step: Callable[[], None]) -> str | None:
     """Why a step fails, in one line; None if it does not."""
     try:
         step()
-    except Exception as error:  # whatever torch, the driver or a container refuses
+    except Exception as error:  # whatever torch, Triton, the driver or a container refuses
         return (
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason'}"
         )
