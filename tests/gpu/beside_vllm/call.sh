@@ -31,6 +31,12 @@ models=$kept/models
 [ -d "$models" ] || "$python" tests/lab/shapes.py "$models"
 echo "installed after $SECONDS s"
 
+# The threads of one physical core belong to one lane.
+read -r cores0 cores1 < <(PYTHONPATH="$here:$PYTHONPATH" "$python" -c '
+from started import core_sets, named
+print(*map(named, core_sets(2)))')
+echo "cores: $cores0 and $cores1"
+
 lane() { # side, GPUs, cores, seconds, items...
   local side=$1 gpus=$2 cores=$3 seconds=$4
   shift 4
@@ -43,26 +49,26 @@ left=$((total - SECONDS - 15))
 case $call in
   0) exit ;;
   1)
-    lane ours 0 0-15 $left served / llama-8b-fp8 / llama-8b-int4 / llama-8b-fp8+eagle3 &
-    lane ours 1 16-31 $left qwen3-30b-a3b / gpt-oss-20b / qwen3.5-27b / qwen3-30b-a3b-fp8 / \
+    lane ours 0 $cores0 $left served / llama-8b-fp8 / llama-8b-int4 / llama-8b-fp8+eagle3 &
+    lane ours 1 $cores1 $left qwen3-30b-a3b / gpt-oss-20b / qwen3.5-27b / qwen3-30b-a3b-fp8 / \
       qwen3-30b-a3b+eagle3 / gpt-oss-20b+eagle3 / qwen3.5-27b+mtp / qwen3-30b-a3b-fp8+eagle3 &
     ;;
   2)
-    lane vllm 0 0-15 $left served verify / llama-8b-fp8 llama-8b-int4 llama-8b-fp8+eagle3 &
-    lane vllm 1 16-31 $left qwen3-30b-a3b gpt-oss-20b / qwen3.5-27b qwen3-30b-a3b-fp8 / \
+    lane vllm 0 $cores0 $left served verify / llama-8b-fp8 llama-8b-int4 llama-8b-fp8+eagle3 &
+    lane vllm 1 $cores1 $left qwen3-30b-a3b gpt-oss-20b / qwen3.5-27b qwen3-30b-a3b-fp8 / \
       qwen3-30b-a3b+eagle3 gpt-oss-20b+eagle3 / qwen3.5-27b+mtp &
     ;;
   3)
     {
-      lane ours 0,1 0-31 $((left * 2 / 5)) llama-8b-tp2 / llama-8b-tp2+eagle3 / llama-70b-tp2 / \
-        llama-70b-tp2+eagle3
-      lane vllm 0,1 0-31 $((total - SECONDS - 10)) llama-8b-tp2 llama-8b-tp2+eagle3 \
+      lane ours 0,1 "$cores0,$cores1" $((left * 2 / 5)) llama-8b-tp2 / llama-8b-tp2+eagle3 / \
+        llama-70b-tp2 / llama-70b-tp2+eagle3
+      lane vllm 0,1 "$cores0,$cores1" $((total - SECONDS - 10)) llama-8b-tp2 llama-8b-tp2+eagle3 \
         llama-70b-tp2 / llama-70b-tp2+eagle3
     } &
     ;;
   4)
-    lane vllm 0 0-15 $left llama-8b-fp8 llama-8b-int4 llama-8b-fp8+eagle3 &
-    lane vllm 1 16-31 $left qwen3.5-27b+mtp / qwen3-30b-a3b-fp8+eagle3 gpt-oss-20b+eagle3 &
+    lane vllm 0 $cores0 $left llama-8b-fp8 llama-8b-int4 llama-8b-fp8+eagle3 &
+    lane vllm 1 $cores1 $left qwen3.5-27b+mtp / qwen3-30b-a3b-fp8+eagle3 gpt-oss-20b+eagle3 &
     ;;
   *) echo "unknown call: $call" >&2; exit 2 ;;
 esac

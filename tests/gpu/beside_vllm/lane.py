@@ -142,7 +142,8 @@ class Decoding(Item):
 
 
 class Served(Item):
-    """The loads over HTTP, on two servers that start at once and are loaded one at a time."""
+    """The loads over HTTP, on two servers that start at once. While one is loaded, the other is
+    paused or has ended, so that it takes nothing from the cores of the first."""
 
     def __init__(self, name: str, lane: Lane) -> None:
         super().__init__(name, lane)
@@ -162,13 +163,18 @@ class Served(Item):
     def measure(self) -> None:
         for server in self.processes:
             server.confine(self.lane.server_cores)
-        for round_, load in itertools.product(range(_ROUNDS), LOADS):
-            server = next(one for one in self.processes if one.name == load.server)
-            if not server.runs:
-                if not round_:
-                    self.lane.report(load.name, server=load.server, error=server.last_words())
-            elif self.lane.left > max(_LEAST_S, load.about_s):
-                self.run(load, round_)
+            server.pause()
+        for server in self.processes:
+            server.resume()
+            for round_, load in itertools.product(range(_ROUNDS), LOADS):
+                if load.server != server.name:
+                    continue
+                if not server.runs:
+                    if not round_:
+                        self.lane.report(load.name, server=load.server, error=server.last_words())
+                elif self.lane.left > max(_LEAST_S, load.about_s):
+                    self.run(load, round_)
+            server.end()
 
     def run(self, load: Any, round_: int) -> None:
         """Run a load and report its figures; each round has other prompts."""
@@ -279,8 +285,12 @@ def run_wave(names: Sequence[str], lane: Lane) -> None:
         found = all_ready(processes, lambda one: owner[id(one)].ready(one), until)
         lane.report("start", items=list(names), ready=[one.name for one in found],
                     seconds=round(time.monotonic() - began, 1))  # fmt: skip
+        for one in found if len(items) > 1 else ():
+            one.pause()  # what waits must take nothing from what is measured
         for item in items:
             if any(process in found for process in item.processes):
+                for one in item.processes:
+                    one.resume()
                 item.measure()
             else:
                 lane.report(item.name, error=item.processes[0].last_words())

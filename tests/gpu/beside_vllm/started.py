@@ -24,9 +24,24 @@ _QUIET = {
 
 
 def cores_of(text: str) -> list[int]:
-    """The cores of a range such as 0-15."""
-    first, _, last = text.partition("-")
-    return list(range(int(first), int(last or first) + 1))
+    """The cores of a list such as 0-7,16,17, in its order."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return found
+
+
+def core_sets(count: int, system: Path = Path("/sys/devices/system/cpu")) -> list[list[int]]:
+    """This machine's cores in `count` sets of equal size; the two threads of one physical core
+    stay together, also where such a set is halved."""
+    physical: dict[tuple[int, ...], None] = {}
+    for core in sorted(os.sched_getaffinity(0)):
+        file = system / f"cpu{core}/topology/thread_siblings_list"
+        physical[tuple(cores_of(file.read_text().strip())) if file.exists() else (core,)] = None
+    every = [core for siblings in physical for core in siblings]
+    size = len(every) // count
+    return [every[size * number : size * (number + 1)] for number in range(count)]
 
 
 def named(cores: Sequence[int]) -> str:
@@ -86,13 +101,31 @@ class Started:
             except OSError:
                 pass  # it has ended
 
-    def end(self, grace: float = 6.0) -> None:
-        """End it and all its children; returns when the memory of their GPUs is free."""
+    def pause(self) -> None:
+        """Stop it and all its children until `resume`, so that they take nothing from others."""
+        self._send(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let it go on after `pause`."""
+        self._send(signal.SIGCONT)
+
+    def _send(self, sign: signal.Signals) -> list[psutil.Process]:
+        """Send a signal to it and to all its children, which are returned with it."""
         try:
             own = psutil.Process(self.process.pid)
             every = [*own.children(recursive=True), own]
         except psutil.NoSuchProcess:
-            every = []
+            return []
+        for one in every:
+            try:
+                one.send_signal(sign)
+            except psutil.NoSuchProcess:
+                pass
+        return every
+
+    def end(self, grace: float = 6.0) -> None:
+        """End it and all its children; returns when the memory of their GPUs is free."""
+        every = self._send(signal.SIGCONT)  # one that is paused would not see the next signal
         for sign, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, 10.0)):
             for one in every:
                 try:

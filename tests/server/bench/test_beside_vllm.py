@@ -7,6 +7,7 @@ import os
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ sys.path.insert(0, str(SCRIPTS))
 import blank_kernels  # noqa: E402
 import items  # noqa: E402
 import lane  # noqa: E402
+import started  # noqa: E402
 import table  # noqa: E402
 
 from slipstream.server.bench import offline  # noqa: E402
@@ -116,6 +118,35 @@ def test_each_load_is_run_twice_over_http(tmp_path: Path) -> None:
     first = {(load.name, load.server, 0) for load in items.LOADS}
     assert first <= seen
     assert all(line["value"] is not None for line in lines[1:])
+
+
+def test_the_threads_of_a_physical_core_stay_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    for core in range(8):
+        folder = tmp_path / f"cpu{core}/topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(f"{core % 4},{core % 4 + 4}\n")
+    assert started.core_sets(2, tmp_path) == [[0, 4, 1, 5], [2, 6, 3, 7]]
+    assert started.core_sets(2, tmp_path / "unknown") == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert started.cores_of(started.named([0, 4, 1, 5])) == [0, 4, 1, 5]
+    assert started.cores_of("0-3,7") == [0, 1, 2, 3, 7]
+
+
+def test_a_paused_process_takes_no_time_and_can_be_ended(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "while True: pass"]
+    one = started.Started("busy", command, tmp_path / "log", [0], "7")
+    own = started.psutil.Process(one.process.pid)
+    one.pause()
+    assert own.status() == started.psutil.STATUS_STOPPED
+    one.resume()
+    assert own.status() != started.psutil.STATUS_STOPPED
+    one.pause()
+    began = time.monotonic()
+    one.end(grace=60.0)
+    assert not one.runs
+    assert time.monotonic() - began < 50  # SIGTERM ended it, which a paused process does not see
 
 
 def test_commands_have_flags_that_exist(tmp_path: Path) -> None:
