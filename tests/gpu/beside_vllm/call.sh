@@ -4,7 +4,7 @@
 # NUMBER is 1 (ours), 2 (vLLM), 3 (both on two GPUs), 4 (what calls 1 and 2 leave out), or 0, which
 # only installs what is carried. PARTS is the folder of parts.sh; call 1 needs its part1, call 2 its
 # part2 as well. Calls follow each other on one machine. OUT gets lines of figures at once, then a
-# table and the logs; SECONDS is the limit.
+# table and the logs; SECONDS is the limit. With SIDES=vllm or SIDES=ours, one side is left out.
 set -u
 call=${1:?usage: call.sh NUMBER OUT PARTS [SECONDS]}
 out=$(mkdir -p "$2" && cd "$2" && pwd)
@@ -40,6 +40,7 @@ echo "cores: $cores0 and $cores1"
 lane() { # side, GPUs, cores, seconds, items...
   local side=$1 gpus=$2 cores=$3 seconds=$4
   shift 4
+  [[ "${SIDES:-ours vllm}" == *"$side"* ]] || return 0
   "$python" $here/lane.py "$side" "$out/$call-$side-gpu${gpus%%,*}.jsonl" --gpus "$gpus" \
     --cores "$cores" --seconds "$seconds" --models "$models" --logs "$kept/logs" \
     --copy "$kept/lines/$call-$side-gpu${gpus%%,*}.jsonl" "$@"
@@ -49,26 +50,27 @@ left=$((total - SECONDS - 15))
 case $call in
   0) exit ;;
   1)
-    lane ours 0 $cores0 $left served / llama-8b-fp8 / llama-8b-int4 / llama-8b-fp8+eagle3 &
-    lane ours 1 $cores1 $left qwen3-30b-a3b / gpt-oss-20b / qwen3.5-27b / qwen3-30b-a3b-fp8 / \
-      qwen3-30b-a3b+eagle3 / gpt-oss-20b+eagle3 / qwen3.5-27b+mtp / qwen3-30b-a3b-fp8+eagle3 &
+    lane ours 0 "$cores0" $left served &
+    lane ours 1 "$cores1" $left qwen3-30b-a3b / gpt-oss-20b / qwen3.5-27b / qwen3-30b-a3b+eagle3 / \
+      gpt-oss-20b+eagle3 / qwen3.5-27b+mtp / llama-8b-fp8 / llama-8b-int4 / \
+      llama-8b-fp8+eagle3 / qwen3-30b-a3b-fp8 / qwen3-30b-a3b-fp8+eagle3 &
     ;;
   2)
-    lane vllm 0 $cores0 $left served verify / llama-8b-fp8 llama-8b-int4 llama-8b-fp8+eagle3 &
-    lane vllm 1 $cores1 $left qwen3-30b-a3b gpt-oss-20b / qwen3.5-27b qwen3-30b-a3b-fp8 / \
-      qwen3-30b-a3b+eagle3 gpt-oss-20b+eagle3 / qwen3.5-27b+mtp &
+    lane vllm 0 "$cores0" $left served / llama-8b-fp8 llama-8b-int4 llama-8b-fp8+eagle3 &
+    lane vllm 1 "$cores1" $left qwen3-30b-a3b gpt-oss-20b / qwen3.5-27b+mtp / \
+      qwen3.5-27b qwen3-30b-a3b-fp8 / qwen3-30b-a3b+eagle3 gpt-oss-20b+eagle3 &
     ;;
   3)
     {
       lane ours 0,1 "$cores0,$cores1" $((left * 2 / 5)) llama-8b-tp2 / llama-8b-tp2+eagle3 / \
         llama-70b-tp2 / llama-70b-tp2+eagle3
-      lane vllm 0,1 "$cores0,$cores1" $((total - SECONDS - 10)) llama-8b-tp2 llama-8b-tp2+eagle3 \
+      lane vllm 0,1 "$cores0,$cores1" $((total - SECONDS - 15)) llama-8b-tp2 llama-8b-tp2+eagle3 \
         llama-70b-tp2 / llama-70b-tp2+eagle3
     } &
     ;;
   4)
-    lane vllm 0 $cores0 $left llama-8b-fp8 llama-8b-int4 llama-8b-fp8+eagle3 &
-    lane vllm 1 $cores1 $left qwen3.5-27b+mtp / qwen3-30b-a3b-fp8+eagle3 gpt-oss-20b+eagle3 &
+    lane vllm 0 "$cores0" $left verify / llama-8b-fp8 llama-8b-int4 llama-8b-fp8+eagle3 &
+    lane vllm 1 "$cores1" $left qwen3.5-27b+mtp / qwen3-30b-a3b-fp8+eagle3 gpt-oss-20b+eagle3 &
     ;;
   *) echo "unknown call: $call" >&2; exit 2 ;;
 esac
