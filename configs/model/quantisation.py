@@ -333,5 +333,5 @@ def _ignores(pattern: str, module: str) -> bool:
     if pattern.startswith("re:"):
         return re.match(pattern[3:], module) is not None
     if "*" in pattern:
-        return fnmatch.fnmatchcase(module, pattern)
+        return any(fnmatch.fnmatchcase(module, own) for own in (pattern, f"{pattern}.*"))
     return f".{pattern}." in f".{module}."

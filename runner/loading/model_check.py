@@ -21,6 +21,7 @@ from ..models.layers import Embedding, Linear, WeightFormat
 from ..models.registry import build_model
 from .dummy import random_outline
 from .inspection import Stored
+from .matching import slots_of_one_form
 from .quantised.delivery import fitting, own_part
 from .weights import ResolvedModel, open_checkpoint
 
@@ -103,7 +104,8 @@ def _bytes_as_stored(model: TextModel, resolved: ResolvedModel, fmt: WeightForma
     outlines: Iterable[tuple[str, Stored | None]]
     if resolved.kind == "dummy":
         said = resolved.quantisation
-        outlines = ((name, random_outline(name, slot, said)) for name, slot in slots.items())
+        drawn = slots_of_one_form(slots)
+        outlines = ((name, random_outline(name, slot, said)) for name, slot in drawn.items())
     else:
         found = open_checkpoint(resolved).outlines()
         outlines = ((model.checkpoint_name(name) or "", weight) for name, weight in found)

@@ -104,12 +104,16 @@ class GptOssExperts(DividedExperts):
             yield f"{path}.{part}_proj_bias", self._slot(shape[:2], fill, form, "zeros")
             load = functools.partial(self._take_matrices, stack)
             matrices = (shape[0], shape[2], shape[1])
-            yield f"{path}.{part}_proj", self._slot(matrices, load, (path, "matrices"))
             pair = _BlocksAndScales(functools.partial(self._take_blocks, stack))
             grid, kind = (*shape[:2], shape[2] // _GROUP), (path, "mxfp4")
-            blocks = self._slot((*grid, _GROUP // 2), pair.take_blocks, kind)
-            yield f"{path}.{part}_proj_blocks", blocks
-            yield f"{path}.{part}_proj_scales", self._slot(grid, pair.take_scales, kind)
+            slots = {
+                "": self._slot(matrices, load, (path, "matrices")),
+                "_blocks": self._slot((*grid, _GROUP // 2), pair.take_blocks, kind),
+                "_scales": self._slot(grid, pair.take_scales, kind),
+            }
+            # Random weights have the first form.
+            for end in reversed(slots) if self.format.packed else slots:
+                yield f"{path}.{part}_proj{end}", slots[end]
         for start, part in ((0, "gate"), (self.size, "up")):
             fill = functools.partial(self._fill_half, start)
             slot = self._slot((self.total, whole), fill, (f"{path}.bias", "apart"), "zeros")

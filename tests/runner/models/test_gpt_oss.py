@@ -20,8 +20,11 @@ from slipstream.kernels.packed import experts as packed_experts
 from slipstream.kernels.quant.tiled import TiledWeight
 from slipstream.runner.attention.choice import UnusableBackend, choose_backend
 from slipstream.runner.errors import ModelLoadError
+from slipstream.runner.loading.model_check import outline_model, weight_bytes
 from slipstream.runner.loading.safetensors_weights import SafetensorsCheckpoint
 from slipstream.runner.loading.weights import load_weights, resolve_model
+from slipstream.runner.models.formats.expert_stack import ExpertStack
+from slipstream.runner.models.formats.weight_format import resolve_format
 from slipstream.runner.models.registry import build_model
 from slipstream.runner.models.rotary import inverse_frequencies, rope_parameters
 from slipstream.runner.parallel.collectives import Collectives
@@ -293,3 +296,26 @@ def test_random_weights_from_a_config_alone(tmp_path: Path) -> None:
     experts = model.layers[0].mlp.experts
     assert experts.gate_up.weight.std() > 0 and not experts.gate_up_bias.any()
     assert Sequences(model, 1, 8).step([(0, [4, 5])])[0][0].isfinite().all()
+
+
+def test_random_weights_have_the_formats_of_the_config(tmp_path: Path) -> None:
+    """Experts in MXFP4, and all that the config leaves out in 16 bits."""
+    make_oracle(tmp_path, mxfp4=True)
+    (tmp_path / "model.safetensors").unlink()
+    model = load(tmp_path, packed=True, load_format="dummy")
+    for layer in model.layers:
+        assert layer.self_attn.qkv_proj.packed is None and layer.self_attn.o_proj.packed is None
+        experts = layer.mlp.experts
+        stacks = (experts.gate_up, experts.down)
+        assert [stack.packed.weight.kind for stack in stacks] == ["fp4", "fp4"]
+        numbers = experts.down.packed.weight.dequantise(torch.float32)
+        assert 0.01 < float(numbers.std()) < 0.04
+    assert Sequences(model, 1, 8).step([(0, [4, 5])])[0][0].isfinite().all()
+    resolved = resolve_model(ModelConfig(model=str(tmp_path), load_format="dummy"))
+    fmt = replace(resolve_format("float32", CPU, None), packed=True)
+    held = sum(tensor.nbytes for tensor in {id(b): b for b in model.buffers()}.values())
+    stacks = [part for part in model.modules() if isinstance(part, ExpertStack)]
+    packed = sum(tensor.nbytes for stack in stacks for tensor in stack.buffers())
+    padded = sum(stack.expected_bytes or 0 for stack in stacks)  # as a GPU's kernels read them
+    counted = weight_bytes(outline_model(resolved, fmt, 512), resolved, fmt)
+    assert counted == held - packed + padded
