@@ -46,14 +46,11 @@ def hash_functions(namespace: dict[str, Any]) -> None:
 def wait_for_inputs(PDL: tl.constexpr):
     """Wait until the previous kernels have finished, then let the next one start.
 
-    With PDL of 2 the next one starts first: it prefetches its weights while this kernel waits.
+    Letting it start before this kernel waits makes no step shorter (measured on an H200).
     """
     if PDL:
-        if PDL == 2:
-            gdc_launch_dependents()
         gdc_wait()
-        if PDL == 1:
-            gdc_launch_dependents()
+        gdc_launch_dependents()
 
 
 @triton.jit
@@ -82,26 +79,11 @@ def pdl_wanted() -> bool:
     return os.environ.get("SLIPSTREAM_PDL") != "0"
 
 
-# Parts of a layer whose kernels let the next one start before their own inputs are ready. None that
-# the attention kernel follows may be here, since that reads a step's metadata before it waits:
-# after a kernel that waits first, everything before that one has finished.
-STARTS_NEXT: frozenset[str] = frozenset()
-_FEW_ROWS = 16  # more rows leave no time between products that the next weights could fill
-
-
-def starts_next(part: str, num_rows: int) -> bool:
-    """Whether the kernel of a part of a layer starts the next one at once, for `num_rows` rows."""
-    return part in STARTS_NEXT and num_rows <= _FEW_ROWS
-
-
-def pdl_options(tensor: Tensor, starts: bool = False) -> dict[str, Any]:
-    """Keyword arguments for launching a kernel that calls `wait_for_inputs(PDL)`.
-
-    If it `starts` the next kernel before its own inputs are ready, see `STARTS_NEXT`.
-    """
+def pdl_options(tensor: Tensor) -> dict[str, Any]:
+    """Keyword arguments for launching a kernel that calls `wait_for_inputs(PDL)`."""
     if gdc_wait is not None and pdl_wanted() and _is_hopper(tensor.device):
-        return {"PDL": 2 if starts else 1, "launch_pdl": True}
-    return {"PDL": 0}
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
 
 
 def has_tma(tensor: Tensor) -> bool:

@@ -25,7 +25,6 @@ class Gemv:
     norm: int = 1  # 1 = the kernel applies the norm before the layer; 0 = another kernel does
     ahead: int = 1  # if stages is 0: chunks in flight besides the one in use, 1 or 2
     hint: int = 0  # cache hint of weight loads: 0 = evict first, 1 = none, 2 = bypass L1
-    starts: int = 0  # 1 = the next kernel starts before the input is ready; see `launch`
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,6 @@ class Skinny:
     block_m: int  # rows of a program
     norm: int = 0  # 1 = the kernel applies the norm before the layer; needs split_k = 1
     early: int = 256  # weight columns prefetched into L2 before the input is ready
-    starts: int = 0  # as of `Gemv`
 
 
 @dataclass(frozen=True)

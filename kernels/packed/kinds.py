@@ -36,7 +36,6 @@ class Row:
     spans: int = 4  # of a step; the warps share them
     norm: int = 1  # 1 = the kernel applies the norm before the layer; only of one row
     early: int = 16  # MiB of the matrix, at most, prefetched into L2 before the input is ready
-    starts: int = 0  # as of `Gemv`
     sums: int = 0  # 1 = the last program sums the parts, and adds a residual
 
 

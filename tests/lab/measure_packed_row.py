@@ -35,7 +35,6 @@ from shapes import FP8_ROWS, GPTQ
 from transformers import LlamaConfig
 
 from slipstream.configs.model.quantisation import parse_quantisation
-from slipstream.kernels import launch
 from slipstream.kernels.compile_ahead import ForkingExecutor, compiling_only, without_gpu
 from slipstream.kernels.linear.linear_choice import H100_WINNERS, Gemv, Shape, Skinny
 from slipstream.kernels.linear.linear_tuned import LinearChooser
@@ -50,14 +49,7 @@ LAYERS, CONTEXT = 6, 256
 SHAPES = {shape.role: shape for shape in measure_packed.SHAPES}
 TOLERANCE = 0.05  # relative error of hidden states after the chain
 QUANTISED: Mapping[str, dict[str, Any] | None] = {"bf16": None, "fp8": FP8_ROWS, "int4": GPTQ}
-Table = dict[str, Any]  # role -> choice, and "starts" -> parts that start the next kernel at once
-STARTS = (
-    {"attention"},
-    {"attention", "norm"},
-    {"attention", "norm", "o"},
-    {"attention", "norm", "o", "gate_up"},
-    {"attention", "norm", "o", "gate_up", "down"},
-)
+Table = dict[str, Any]  # role -> choice; "attention" -> changes of its plan
 
 
 def _rows(*sizes: tuple[int, ...]) -> list[PackedChoice]:
@@ -78,13 +70,13 @@ ONE_ROW: Mapping[str, Mapping[str, list[PackedChoice]]] = {
         "down": _rows(
             *((16, 5, 4, 1, 4), (16, 4, 8, 1, 8), (16, 3, 8, 1, 8), (32, 3, 8, 1, 8)),
             *((16, 3, 4, 1, 8), (16, 5, 4, 2, 4), (32, 3, 4, 2, 4), (16, 3, 4, 2, 8)),
-            *((16, 5, 4, 2, 4, 1, 16, 0, 1), (16, 5, 4, 2, 4, 1, 4, 0, 1)),
-            *((16, 5, 4, 4, 4, 1, 4, 0, 1), (32, 3, 4, 2, 4, 1, 4, 0, 1)),
+            *((16, 5, 4, 2, 4, 1, 16, 1), (16, 5, 4, 2, 4, 1, 4, 1)),
+            *((16, 5, 4, 4, 4, 1, 4, 1), (32, 3, 4, 2, 4, 1, 4, 1)),
         ),
         "o": _rows(
             *((16, 5, 4, 1, 4), (16, 3, 8, 1, 8), (16, 2, 8, 1, 8), (16, 3, 4, 1, 4)),
             *((16, 2, 4, 1, 8), (16, 5, 4, 2, 4)),
-            *((16, 5, 4, 2, 4, 1, 8, 0, 1), (16, 3, 4, 2, 4, 1, 4, 0, 1)),
+            *((16, 5, 4, 2, 4, 1, 8, 1), (16, 3, 4, 2, 4, 1, 4, 1)),
         ),
         "qkv": _rows(
             *((16, 3, 8, 1, 8), (16, 3, 4, 1, 4), (16, 5, 4, 1, 4), (16, 2, 8, 1, 8)),
@@ -100,8 +92,8 @@ ONE_ROW: Mapping[str, Mapping[str, list[PackedChoice]]] = {
         "down": [
             *_rows((16, 5, 4, 1, 4), (16, 4, 8, 1, 8), (16, 3, 8, 1, 8), (16, 5, 4, 2, 4)),
             *_rows((16, 6, 4, 1, 4), (16, 4, 4, 1, 8), (32, 4, 8, 1, 8)),
-            *_rows((16, 5, 4, 2, 4, 1, 16, 0, 1), (16, 5, 4, 2, 4, 1, 4, 0, 1)),
-            *_rows((32, 4, 4, 2, 4, 1, 4, 0, 1), (16, 5, 4, 4, 4, 1, 4, 0, 1)),
+            *_rows((16, 5, 4, 2, 4, 1, 16, 1), (16, 5, 4, 2, 4, 1, 4, 1)),
+            *_rows((32, 4, 4, 2, 4, 1, 4, 1), (16, 5, 4, 4, 4, 1, 4, 1)),
             *_gemvs((4, 2048, 4, 1), (2, 1024, 4, 3), (2, 2048, 4, 2)),
         ],
         "o": [
@@ -148,28 +140,19 @@ def make_step(kind: str, device: torch.device) -> Step:
 @contextmanager
 def using(step: Step, table: Table) -> Iterator[None]:
     """Inside, the layers use the choices of a table; what it lacks is built in."""
-    starts = table.get("starts", set())
 
     def choose(weight: Any, role: str, num_rows: int) -> PackedChoice:
         if "torch" in table:
             return None
-        choice = table.get(role, choose_packed(weight, role, num_rows))
-        return replace(choice, starts=int(role in starts)) if choice is not None else None
+        choice: PackedChoice = table.get(role, choose_packed(weight, role, num_rows))
+        return choice
 
-    dense = {
-        shape: replace(choice, starts=int(shape.role in starts))
-        for (shape, rows), choice in H100_WINNERS.items()
-        if rows == 1 and choice is not None
-    }
     with ExitStack() as stack:
         stack.enter_context(planned(table.get("attention", {})))
         stack.enter_context(patch.object(formats, "choose_packed", choose))
-        stack.enter_context(patch.object(launch, "STARTS_NEXT", frozenset(starts)))
         for module in step.model.modules():
             if isinstance(module, formats.PackedLayer):
                 module._chosen.clear()
-            if getattr(module, "chooser", None) is not None:
-                module.chooser = LinearChooser({(of, 1): own for of, own in dense.items()})
         yield
 
 
@@ -215,8 +198,6 @@ class Search:
         for role, choices in ONE_ROW[self.kind].items():
             for choice in choices:
                 self.attempt(**{role: choice})
-        for starts in STARTS:
-            self.attempt(starts=starts)
         for role in ("o", "gate_up", "down", "qkv"):
             choice = self.best.get(role, _ONE_ROW.get((self.kind, SHAPES[role])))
             if isinstance(choice, Row):

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...launch import fetch_early, hash_functions, pdl_options, starts_next, wait_for_inputs
+from ...launch import fetch_early, hash_functions, pdl_options, wait_for_inputs
 from ...linear.rotation import Rotation
 from ...linear.triton.rotation import angles, load_parts, pairs, rotated
 from ...quant.triton.e4m3 import to_cache
@@ -326,7 +326,7 @@ def rotary_attention(
         lse = torch.empty(splits, *shape[:2], dtype=torch.float32, device=query.device)
     norms, group = rotation.norms, num_heads // kv_heads
     grid = (kv_heads, num_reqs) if plan.heads_first else (num_reqs, kv_heads)
-    options = pdl_options(query, starts_next("attention", num_tokens))
+    options = pdl_options(query)
     _rotary_attention_kernel[(*grid, splits)](
         query,
         key,
@@ -376,7 +376,7 @@ def rotary_attention(
         SOFTCAP=rule.softcap is not None,
         SINKS=rule.sinks is not None,
         HEADS_FIRST=plan.heads_first,
-        EARLY=plan.early and options["PDL"] > 0,
+        EARLY=plan.early and options["PDL"],
         LAST_SUMS=plan.last_sums,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,

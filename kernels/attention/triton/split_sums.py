@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...launch import pdl_options, starts_next, wait_for_inputs
+from ...launch import pdl_options, wait_for_inputs
 
 
 @triton.jit
@@ -172,5 +172,5 @@ def sum_splits(
         SPLITS=splits,
         SPLITS_BLOCK=splits_block,
         HEADS=heads,
-        **pdl_options(out, starts_next("attention", num_tokens)),
+        **pdl_options(out),
     )

@@ -216,7 +216,7 @@ def _launch(
         ACTIVATION=int(activation == "gelu_tanh"),
         NOISE=head is not None and head.has_noise,
         num_warps=choice.num_warps,
-        **pdl_options(x, bool(choice.starts)),
+        **pdl_options(x),
     )
     return out
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...launch import hash_functions, pdl_options, starts_next, wait_for_inputs
+from ...launch import hash_functions, pdl_options, wait_for_inputs
 from ...quant.triton.e4m3 import to_cache
 from ..rotation import Rotation
 from .rotation import load_parts, pairs
@@ -122,7 +122,7 @@ def _launch_norm(
             SELECT=rows_of_residual is not None,
             PARTS=parts,
             num_warps=num_warps,
-            **pdl_options(out, residual is not None and starts_next("norm", num_rows)),
+            **pdl_options(out),
         )
     return out, new_residual
 

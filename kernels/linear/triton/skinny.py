@@ -193,7 +193,7 @@ def _launch(
         w_source = TensorDescriptor.from_tensor(weight, [choice.block_n, choice.block_k])
         if norm is None:
             x_source = TensorDescriptor.from_tensor(x, [choice.block_m, choice.block_k])
-    options = pdl_options(x, bool(choice.starts))
+    options = pdl_options(x)
     early = choice.early if options["PDL"] else 0
     while early > span:
         early //= 2

@@ -191,7 +191,7 @@ def multiply(
         ACTIVATION=int(activation == "gelu_tanh"),
         ASSEMBLY=not x.is_cpu,
         num_warps=choice.num_warps,
-        **pdl_options(x, bool(choice.starts)),
+        **pdl_options(x),
     )
     return out
 

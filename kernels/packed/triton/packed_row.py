@@ -318,7 +318,7 @@ def multiply(
             for tensor, block in zip((words, words, *tiles, gains), blocks, strict=True)
         ]
     sources[1] = weight.words
-    options = pdl_options(x, bool(choice.starts))
+    options = pdl_options(x)
     _packed_row_kernel[(num_blocks * split_k,)](
         *sources,
         bias=x if bias is None else bias,

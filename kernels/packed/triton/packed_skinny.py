@@ -261,7 +261,7 @@ def multiply(
         w_source = TensorDescriptor.from_tensor(weight.words, [choice.block_n, width])
         if norm is None:
             x_source = TensorDescriptor.from_tensor(x, [choice.block_m, width])
-    options = pdl_options(x, bool(choice.starts))
+    options = pdl_options(x)
     early = choice.early if options["PDL"] else 0
     while early > span // slices:
         early //= 2
