@@ -94,6 +94,12 @@ def _check_parallel(config: Config) -> None:
         raise ConfigError(
             "--enable-expert-parallel needs --tensor-parallel-size or --data-parallel-size above 1"
         )
+    size, drafter = parallel.tensor_parallel_size, config.speculative.draft_tensor_parallel_size
+    if drafter not in (None, 1, size):
+        allowed = "1" if size == 1 else f"1 or --tensor-parallel-size, which is {size}"
+        raise ConfigError(
+            f"--speculative-config: draft_tensor_parallel_size must be {allowed}, not {drafter}"
+        )
     if parallel.all2all_backend == "all_to_all" and not parallel.shares_experts:
         raise ConfigError(
             "--all2all-backend all_to_all needs --enable-expert-parallel and --data-parallel-size "

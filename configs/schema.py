@@ -253,6 +253,10 @@ class SpeculativeConfig:
         0, "gemma4_mtp: drafts run at position P (0) or P + 1 (1), P being the last verified token"
     )
     load_format: str = option("auto", "format of the drafter's weights, as --load-format")
+    draft_tensor_parallel_size: int | None = option(
+        None,
+        "with -tp: 1 (whole on each rank) or the number of ranks; default: what should be faster",
+    )
     watchdog: bool = option(True, "turn off a drafter that seems broken, and retry it later")
 
     @property

@@ -13,15 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...speculators.draft_head import DraftHead
 from ..attention.base import AttentionLayer, AttentionState
 from ..errors import ModelLoadError
 from ..models.deepseek import DecoderLayer as DeepseekLayer
 from ..models.deepseek import make_rotary
 from ..models.families.deepseek_v32 import SparseLayer, SparseRotary
 from ..models.families.glm4_moe import GlmLayer
-from ..models.layers import CheckpointSlot, Linear, RMSNorm, WeightFormat, module_slots
+from ..models.layers import CheckpointSlot, RMSNorm, WeightFormat, module_slots
 from ..models.rotary import RotaryEmbedding, rope_parameters
+from ..models.sharded import input_linear
+from .target_head import TargetHead
 
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 # Copies of the target's tensors: in the module itself, or at the top of a folder of its own.
@@ -38,7 +39,7 @@ class _SharedHead(nn.Module):
         self.norm = RMSNorm(size, eps, fmt)
 
 
-class MtpModule(DraftHead, nn.Module):
+class MtpModule(TargetHead, nn.Module):
     """The MTP module; `index` is its layer number in the checkpoint, `layer_id` its attention's id.
 
     A subclass also derives from the target's decoder layer. With `post_norm` the normalised output
@@ -71,7 +72,7 @@ class MtpModule(DraftHead, nn.Module):
         self.post_norm, self.prefix = post_norm, f"model.layers.{index}."
         self.hidden_first = bool(getattr(config, "mtp_hidden_states_first", False))
         self.enorm, self.hnorm = RMSNorm(hidden, eps, fmt), RMSNorm(hidden, eps, fmt)
-        self.eh_proj = Linear(2 * hidden, hidden, fmt)
+        self.eh_proj = input_linear(2 * hidden, hidden, fmt)
         self.shared_head = _SharedHead(hidden, eps, fmt)
         self.rotary = self.make_rotary(config, max_position, fmt.device)
 
@@ -90,11 +91,6 @@ class MtpModule(DraftHead, nn.Module):
         out, residual = super().forward(out, None, self.rotary.at(positions), attention)
         normed, raw = self.shared_head.norm.add(out, residual)
         return normed if self.post_norm else (normed, raw)
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """hidden [N, H], normalised -> [N, V], by the target's head."""
-        logits: Tensor = self.target[0].compute_logits(hidden)
-        return logits
 
     def attention_layers(self) -> list[AttentionLayer]:
         """The block's attention layer."""

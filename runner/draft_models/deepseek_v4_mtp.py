@@ -16,13 +16,14 @@ from typing import Any
 from torch import Tensor
 
 from ...kernels.linear.hyper.connections import head_streams
-from ...speculators.draft_head import DraftHead
 from ..attention.base import AttentionLayer, AttentionState
 from ..errors import ModelLoadError
 from ..models.deepseek_v4.model import RAW, Block, HyperConnection, RotaryTables, check_v4
 from ..models.deepseek_v4.names import plain_name
 from ..models.deepseek_v4.step import Step
-from ..models.layers import CheckpointSlot, Linear, RMSNorm, WeightFormat, module_slots
+from ..models.layers import CheckpointSlot, RMSNorm, WeightFormat, module_slots
+from ..models.sharded import input_linear
+from .target_head import TargetHead
 
 TYPE = "deepseek_v4"
 PREFIX = "mtp."
@@ -53,7 +54,7 @@ def check_module(names: Sequence[str], source: str) -> None:
         )
 
 
-class DeepseekV4MtpHead(DraftHead, Block):
+class DeepseekV4MtpHead(TargetHead, Block):
     """The module. Hidden states are all streams side by side, [M, n * H]."""
 
     def __init__(
@@ -73,7 +74,9 @@ class DeepseekV4MtpHead(DraftHead, Block):
         self.aux_boundaries = (target.config.num_hidden_layers,)  # the streams after all layers
         self.enorm = RMSNorm(hidden, eps, fmt, exact=True)
         self.hnorm = RMSNorm(hidden, eps, fmt, exact=True)
-        self.e_proj, self.h_proj = Linear(hidden, hidden, fmt), Linear(hidden, hidden, fmt)
+        # The ranks' parts of both are added up at once.
+        self.e_proj = input_linear(hidden, hidden, fmt, sums=False)
+        self.h_proj = input_linear(hidden, hidden, fmt, sums=False)
         self.norm = RMSNorm(hidden, eps, fmt, exact=True)
         self.hc_head = HyperConnection(config, fmt, is_head=True)
         self.rotary = RotaryTables(config, max_position, fmt)
@@ -110,13 +113,10 @@ class DeepseekV4MtpHead(DraftHead, Block):
         mixed = self.h_proj.forward(self.hnorm.forward(hidden.reshape(-1, size)))
         token = self.e_proj.forward(self.enorm.forward(embedded))
         streams = mixed.view(rows, -1, size) + token.unsqueeze(1)
+        if (ranks := self.format.ranks) is not None:
+            streams = ranks.sum(streams.flatten(1)).view(streams.shape)
         step = Step(input_ids, positions, attention, self.attn.raw.layer_id)
         return Block.forward(self, streams, step, self.rotary.tables)
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """hidden [N, H], normalised -> [N, V], by the target's head."""
-        logits: Tensor = self.target[0].compute_logits(hidden)
-        return logits
 
     def attention_layers(self) -> list[AttentionLayer]:
         """The block's attention layer."""

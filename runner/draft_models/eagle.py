@@ -13,20 +13,21 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...kernels.linear.streams import norm_pair, write_stream
-from ...speculators.draft_head import DraftHead, PickTokens
 from ..attention.base import AttentionLayer, AttentionState
 from ..errors import ModelLoadError
 from ..models.base import embedded, embedded_by
-from ..models.layers import CheckpointSlot, Embedding, Linear, RMSNorm, WeightFormat, module_slots
+from ..models.layers import CheckpointSlot, RMSNorm, WeightFormat, module_slots
 from ..models.llama import DecoderLayer, rows_by_block
 from ..models.rotary import RotaryEmbedding, rope_parameters
+from ..models.sharded import input_linear, table
 from .draft_config import DraftHeadConfig
+from .target_head import TargetHead
 
 # Names of the `speculators` format -> SafeAILab's.
 _RENAMED = (("fusion_fc.", "fc."), ("transformer.", "layers.0."))
 
 
-class EagleHead(DraftHead, nn.Module):
+class EagleHead(TargetHead, nn.Module):
     """An EAGLE-1 draft head; attention layer i has the id `layer_id_offset + i`."""
 
     aux_boundaries: tuple[int, ...] = ()
@@ -46,7 +47,7 @@ class EagleHead(DraftHead, nn.Module):
         self.input_width = self.feedback_width = hidden
         if head.target_hidden_size != hidden:
             raise ModelLoadError("an EAGLE-1 head must have the target's hidden size.")
-        self.fc = Linear(2 * hidden, hidden, fmt, head.fc_bias)
+        self.fc = input_linear(2 * hidden, hidden, fmt, head.fc_bias)
         if head.para_norm:
             self.embedding_layernorm = RMSNorm(hidden, config.rms_norm_eps, fmt)
             self.hidden_states_layernorm = RMSNorm(hidden, config.rms_norm_eps, fmt)
@@ -56,7 +57,7 @@ class EagleHead(DraftHead, nn.Module):
         )
         self.blocks: list[DecoderLayer] = [*self.layers]
         del self.blocks[0].input_layernorm
-        self.embed_tokens = Embedding(config.vocab_size, hidden, fmt)
+        self.embed_tokens = table(config.vocab_size, hidden, fmt)
         head_dim = self.blocks[0].self_attn.head_dim
         self.rotary = RotaryEmbedding(rope_parameters(config), head_dim, max_position, fmt.device)
         self._own_embeddings = False
@@ -107,17 +108,6 @@ class EagleHead(DraftHead, nn.Module):
         for block, rows in zip(self.blocks[1:], wanted[1:], strict=True):
             out, residual = block.forward(out, residual, rotary, attention, rows)
         return write_stream(out, residual, feedback)
-
-    @property
-    def pick_tokens(self) -> PickTokens | None:
-        """The target's (see `TextModel.pick_tokens`)."""
-        pick: PickTokens | None = getattr(self.target[0], "pick_tokens", None)
-        return pick
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[N, H] -> [N, V], by the target's head."""
-        logits: Tensor = self.target[0].compute_logits(hidden)
-        return logits
 
     def attention_layers(self) -> list[AttentionLayer]:
         """The attention layers in order."""

@@ -18,10 +18,12 @@ from ...speculators.draft_head import PickTokens
 from ..attention.base import AttentionLayer, AttentionState
 from ..errors import ModelLoadError
 from ..models.base import EmbeddedIds, embedded, embedded_by
-from ..models.layers import CheckpointSlot, Embedding, Linear, RMSNorm, WeightFormat, module_slots
+from ..models.layers import CheckpointSlot, RMSNorm, WeightFormat, module_slots
 from ..models.llama import Attention, DecoderLayer, rows_by_block, selected
 from ..models.native import NativeDecoder
 from ..models.rotary import RotaryEmbedding, RotaryStep, rope_parameters
+from ..models.sharded import head as output_head
+from ..models.sharded import input_linear, qkv_linear, table
 from .draft_config import DraftHeadConfig
 
 
@@ -33,9 +35,11 @@ class FirstLayer(DecoderLayer):
     ) -> None:
         super().__init__(config, 0, layer_id, fmt)
         attention: Attention = self.self_attn
-        attention.qkv_proj = Linear(
+        heads = config.num_attention_heads, config.num_key_value_heads
+        attention.qkv_proj = qkv_linear(
             2 * config.hidden_size,
-            attention.qkv_proj.shards,
+            (heads[0], heads[1] or heads[0]),
+            attention.head_dim,
             fmt,
             attention.qkv_proj.bias is not None,
             "qkv",
@@ -104,7 +108,7 @@ class Eagle3Head(nn.Module):
         hidden, self.aux_boundaries = config.hidden_size, head.aux_boundaries
         self.input_width = len(head.aux_boundaries) * head.target_hidden_size
         self.feedback_width = hidden
-        self.fc = Linear(self.input_width, hidden, fmt, head.fc_bias)
+        self.fc = input_linear(self.input_width, hidden, fmt, head.fc_bias)
         if head.norm_before_fc:
             self.input_norm = RMSNorm(self.input_width, config.rms_norm_eps, fmt)
         self.layers = nn.ModuleList(
@@ -115,12 +119,12 @@ class Eagle3Head(nn.Module):
         )
         self.blocks: list[DecoderLayer] = [*self.layers]
         self.norm = RMSNorm(hidden, config.rms_norm_eps, fmt)
-        self.embed_tokens = Embedding(config.vocab_size, hidden, fmt)
-        self.lm_head = Linear(hidden, head.draft_vocab_size, fmt, role="head")
+        self.embed_tokens = table(config.vocab_size, hidden, fmt)
+        self.lm_head = output_head(hidden, head.draft_vocab_size, fmt)
         head_dim = self.blocks[0].self_attn.head_dim
         self.rotary = RotaryEmbedding(rope_parameters(config), head_dim, max_position, fmt.device)
         self.decoder: NativeDecoder | None = None  # runs the blocks where it can
-        if fmt.native:
+        if fmt.native and fmt.ranks is None:  # it runs layers without collectives
             rotaries = [self.rotary] * len(self.blocks)
             self.decoder = NativeDecoder(self.blocks, self.attention_layers(), rotaries)
         self._loaded: set[str] = set()

@@ -18,6 +18,7 @@ from ..errors import ModelLoadError
 from ..models.gemma3 import check_gelu, soft_cap, text_name
 from ..models.gemma4 import Attention, DecoderLayer, kv_source, make_norm, make_rotary
 from ..models.layers import CheckpointSlot, Embedding, Linear, WeightFormat, module_slots
+from ..models.sharded import head, input_linear
 
 _TABLE = "model.embed_tokens.weight"
 
@@ -90,14 +91,14 @@ class Gemma4Assistant(DraftHead, nn.Module):
         ]
         self.layers = nn.ModuleList(self.blocks)
         self.norm = make_norm(hidden, text, fmt)
-        self.pre_projection = Linear(2 * backbone, hidden, fmt)
-        self.post_projection = Linear(hidden, backbone, fmt)
+        self.pre_projection = input_linear(2 * backbone, hidden, fmt)
+        self.post_projection = input_linear(hidden, backbone, fmt)
         self.ordered = bool(config.use_ordered_embeddings)
         if self.ordered:
             self.embed_tokens = Embedding(text.vocab_size, hidden, fmt)
             self.masked_embedding = OrderedHead(config, hidden, text.vocab_size, fmt)
         else:
-            self.lm_head = Linear(hidden, text.vocab_size, fmt)
+            self.lm_head = head(hidden, text.vocab_size, fmt)
         self.rotary = make_rotary(text, max_position, fmt.device)
         # A tensor that exists before any capture: a graph cannot index by a Python list.
         ids = torch.tensor(suppressed, dtype=torch.int64, device=fmt.device)
@@ -189,7 +190,7 @@ def _make_block(
     kind = config.layer_types[index]
     source = source_layer(target, kind)
     block = DecoderLayer(config, index, layer_id, source.layer_id, fmt)
-    if (ranks := target.format.ranks) is not None:
+    if fmt.ranks is None and (ranks := target.format.ranks) is not None:
         # The cache has this rank's KV heads alone, so the ranks divide the queries as well.
         own = replace(fmt, ranks=ranks)
         block.self_attn = Attention(config, index, layer_id, source.layer_id, own)

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...speculators.draft_head import DraftHead
 from ..attention.base import AttentionLayer, AttentionState
 from ..errors import ModelLoadError
-from ..models.layers import CheckpointSlot, Linear, RMSNorm, WeightFormat, module_slots
+from ..models.layers import CheckpointSlot, RMSNorm, WeightFormat, module_slots
 from ..models.qwen3_5 import FULL, DecoderLayer, make_rotary
+from ..models.sharded import input_linear
+from .target_head import TargetHead
 
 PREFIX = "mtp."
 TYPES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
@@ -41,7 +42,7 @@ def check_module(config: Any, names: Iterable[str], source: str) -> None:
         raise ModelLoadError("mtp_use_dedicated_embeddings must be false: that is not supported.")
 
 
-class QwenMtpHead(DraftHead, nn.Module):
+class QwenMtpHead(TargetHead, nn.Module):
     """The module; `layer_id` is the id of its attention.
 
     With `post_norm` it reads the target's hidden states after the target's final norm and its own
@@ -72,7 +73,7 @@ class QwenMtpHead(DraftHead, nn.Module):
         self.aux_boundaries: tuple[int, ...] = () if post_norm else (layers,)
         self.pre_fc_norm_embedding = RMSNorm(hidden, eps, fmt, offset=1.0)
         self.pre_fc_norm_hidden = RMSNorm(hidden, eps, fmt, offset=1.0)
-        self.fc = Linear(2 * hidden, hidden, fmt)
+        self.fc = input_linear(2 * hidden, hidden, fmt)
         block = DecoderLayer(config, None, FULL, layer_id, fmt)
         assert block.self_attn is not None
         self._layer = block.self_attn.layer
@@ -91,11 +92,6 @@ class QwenMtpHead(DraftHead, nn.Module):
         )
         normed, raw = self.norm.add(out, residual)
         return normed if self.post_norm else (normed, raw)
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """hidden [N, H], normalised -> [N, V], by the target's head."""
-        logits: Tensor = self.target[0].compute_logits(hidden)
-        return logits
 
     def attention_layers(self) -> list[AttentionLayer]:
         """The block's attention layer."""

@@ -79,7 +79,9 @@ def load_other(speculator: Any, model: str) -> Exchange:
 
 def _load(speculator: Any, model: str) -> Exchange:
     ours = speculator.model
-    config = replace(speculator.config, model=model)
+    ranks = ours.format.ranks  # which divide the running head, and this one likewise
+    size = 1 if ranks is None else ranks.size
+    config = replace(speculator.config, model=model, draft_tensor_parallel_size=size)
     method, host = config.method, speculator.host
     found = find_checkpoint(method, config, host.target_model.config, host.target_resolved)
     _same_shape(ours, outline(method, config, host, found))  # before any memory is allocated

@@ -22,7 +22,6 @@ from ..loading.inspection import Progress
 from ..loading.weights import (
     ResolvedModel,
     _read_json,
-    keeps_formats,
     load_checkpoint,
     load_weights,
     make_hf_config,
@@ -32,6 +31,7 @@ from ..loading.weights import (
 )
 from ..models.layers import WeightFormat
 from ..models.registry import build_model
+from .division import choose_size, draft_format
 
 if TYPE_CHECKING:
     from ..draft_models.draft_config import DraftHeadConfig
@@ -109,10 +109,13 @@ def outline(
 ) -> nn.Module:
     """Build the drafter's model of meta tensors, from the headers of its files.
 
-    It allocates no memory, and raises the errors of `load_head` about names and shapes.
+    It allocates no memory, and raises the errors of `load_head` about names and shapes. Unless
+    the configuration says that ranks divide the drafter, it is whole.
     """
     nowhere = OutlineHost(host.max_model_len, host.target_model, host.target_resolved)
-    return load_head(kind, speculative, nowhere, 0, found)
+    size = speculative.draft_tensor_parallel_size or 1
+    own = replace(speculative, draft_tensor_parallel_size=size)
+    return _DRAFTERS[kind].load(own, found, nowhere, 0)
 
 
 def load_head(
@@ -129,21 +132,17 @@ def load_head(
     if found is None:
         target = host.target_model
         found = find_checkpoint(kind, speculative, target.config, host.target_resolved)
-    return _DRAFTERS[kind].load(speculative, found, host, layer_id)
+    ranks = host.target_model.format.ranks
+    size = choose_size(speculative, ranks, lambda own: outline(kind, own, host, found))
+    own = replace(speculative, draft_tensor_parallel_size=size)
+    return _DRAFTERS[kind].load(own, found, host, layer_id)
 
 
-def _format(host: HeadHost, source: ResolvedModel) -> WeightFormat:
-    """The weight format of the target, since it shares KV groups with the drafter; on the meta
-    device without what needs memory.
-
-    Whether weights are quantised is up to the drafter's own files. Each rank has a whole drafter,
-    since its few small layers would wait for the other ranks longer than they compute; but engines
-    that share experts share the drafter's, too.
-    """
-    fmt: WeightFormat = host.target_model.format
-    packed = source.kind != "dummy" and keeps_formats(source, fmt)
-    experts = None if fmt.experts is None else fmt.experts.without_tensor_parallel()
-    fmt = replace(fmt, packed=packed, ranks=None, experts=experts)
+def _format(speculative: SpeculativeConfig, host: HeadHost, source: ResolvedModel) -> WeightFormat:
+    """See `draft_format`; on the meta device without what needs memory."""
+    assert speculative.draft_tensor_parallel_size is not None, "load_head chooses it"
+    size = speculative.draft_tensor_parallel_size
+    fmt = draft_format(host.target_model.format, size, source)
     if fmt.device.type == host.device.type:
         return fmt
     return replace(fmt, device=host.device, pack_fp16=False, linear=None, native=False)
@@ -161,7 +160,7 @@ def _find_whole_model(
 def _load_whole_model(
     speculative: SpeculativeConfig, found: FoundDrafter, host: HeadHost, layer_id: int
 ) -> nn.Module:
-    fmt = _format(host, found.source)
+    fmt = _format(speculative, host, found.source)
     model = build_model(
         found.source.hf_config,
         fmt.device,
@@ -173,6 +172,7 @@ def _load_whole_model(
         native=fmt.native,
         packed=fmt.packed,
         torch_only=fmt.torch_only,
+        ranks=fmt.ranks,
         experts=fmt.experts,
     )
     load_weights(model, found.source, host.loading)
@@ -231,7 +231,7 @@ def _load_eagle(
     assert found.head is not None
     # The drafter's rotary table covers all positions of the target, even beyond its own training.
     args = (
-        *(found.head, found.source.hf_config, _format(host, found.source)),
+        *(found.head, found.source.hf_config, _format(speculative, host, found.source)),
         *(host.target_model, host.max_model_len, layer_id),
     )
     model: Any
@@ -280,10 +280,14 @@ def _load_mtp(
     config, length = source.text_config, host.max_model_len
     model: Any
     if config.model_type == TYPE:
-        model = DeepseekV4MtpHead(config, _format(host, source), target, length, layer_id)
+        model = DeepseekV4MtpHead(
+            config, _format(speculative, host, source), target, length, layer_id
+        )
     elif config.model_type in TYPES:
         post_norm = speculative.mtp_feedback == "post_norm"
-        model = QwenMtpHead(config, _format(host, source), target, length, layer_id, post_norm)
+        model = QwenMtpHead(
+            config, _format(speculative, host, source), target, length, layer_id, post_norm
+        )
     else:
         return _load_deepseek_mtp(speculative, found, host, layer_id)
     _fill(model, source, host, only=PREFIX)
@@ -303,7 +307,7 @@ def _load_deepseek_mtp(
     heads = {"glm4_moe": mtp.GlmMtpHead, "deepseek_v32": mtp.DeepseekV32MtpHead}
     model = heads.get(source.text_config.model_type, mtp.DeepseekMtpHead)(
         source.text_config,
-        _format(host, source),
+        _format(speculative, host, source),
         target,
         host.max_model_len,
         index,
@@ -339,7 +343,7 @@ def _load_assistant(
     settings = _read_json(generation) if generation.exists() else {}
     model = Gemma4Assistant(
         source.hf_config,
-        _format(host, source),
+        _format(speculative, host, source),
         host.target_model,
         host.max_model_len,
         layer_id,

@@ -119,8 +119,6 @@ def build_model(
         max_position or text_config.max_position_embeddings,
         layer_id_offset,
     )
-    if ranks is not None and ranks.by_expert:
-        check_experts(model)
     for part in model.modules():
         # plain attributes make submodules cheap to look up, which saves half a millisecond per CPU
         # step

@@ -104,6 +104,16 @@ def row_linear(
     return RowLinear(in_features, outputs, cut, fmt.ranks, sums, fmt, bias, role)
 
 
+def input_linear(
+    in_features: int, outputs: int, fmt: WeightFormat, bias: bool = False, sums: bool = True
+) -> Linear:
+    """As `row_linear`, for an input that every rank has whole: each reads its own columns of it."""
+    if fmt.ranks is None:
+        return Linear(in_features, outputs, fmt, bias)
+    cut = fmt.ranks.share(in_features, "input features", dim=1)
+    return InputLinear(in_features, outputs, cut, fmt.ranks, sums, fmt, bias, "other")
+
+
 class ColumnLinear(Linear):
     """A part of the outputs of a linear layer."""
 
@@ -194,6 +204,14 @@ class RowLinear(Linear):
         # The sum over ranks must hold the bias once.
         once = tensor if self.ranks.rank == 0 else torch.zeros_like(tensor)
         super()._load_bias(shard, part, once)
+
+
+class InputLinear(RowLinear):
+    """A `RowLinear` that takes this rank's inputs out of those of all ranks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [M, in_features of all ranks] -> [M, out_features]."""
+        return super().forward(self.cut.of(x).contiguous())
 
 
 def vocabulary_cut(ranks: Ranks, num_rows: int) -> Cut:

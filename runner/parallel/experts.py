@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from ...kernels.linear.moe import own_experts
-from ..errors import ModelLoadError
 from .all_to_all import AllToAll, plan_transfer
-from .ranks import Cut
+from .ranks import CannotDivide, Cut
 
 _ALL_ROWS = (1 << 31) - 1  # outside steps, every row of a pass counts
 # rows [T, H], weights [T, k] and indices [T, k] of experts here, -1 for others -> [T, H]
@@ -110,9 +109,9 @@ class ExpertRanks:
     engine: int = 0  # of this rank
 
     def share(self, num_experts: int) -> Cut:
-        """The experts that this rank holds. Raises ModelLoadError if they cannot be divided."""
+        """The experts that this rank holds. Raises CannotDivide if they cannot be divided."""
         if num_experts % self.size:
-            raise ModelLoadError(
+            raise CannotDivide(
                 f"the model's {num_experts} experts cannot be divided among the {self.size} ranks "
                 "of --data-parallel-size times --tensor-parallel-size; use sizes whose product "
                 f"divides {num_experts}."

@@ -18,6 +18,10 @@ from ..errors import ModelLoadError, RunnerError
 from .packet_sums import PacketSums
 
 
+class CannotDivide(ModelLoadError):
+    """A size of a model is no multiple of the number of ranks."""
+
+
 class Communicator(Protocol):
     """The collectives of a group. Every rank must call the same ones in the same order."""
 
@@ -106,8 +110,8 @@ class Ranks:
         """The part of `total` rows or columns that this rank holds.
 
         The rows are `groups` indivisible groups of equal size, by default as many as rows. With
-        fewer groups than ranks, several ranks hold the same group. Raises ModelLoadError, which
-        names `what` is divided, if the groups cannot be divided evenly.
+        fewer groups than ranks, several ranks hold the same group. Raises CannotDivide, which names
+        `what` is divided, if the groups cannot be divided evenly.
         """
         count = total if groups is None else groups
         if count % self.size == 0:
@@ -116,7 +120,7 @@ class Ranks:
         if groups is not None and self.size % count == 0:
             each, group = total // count, self.rank // (self.size // count)
             return Cut(dim, group * each, (group + 1) * each)
-        raise ModelLoadError(
+        raise CannotDivide(
             f"the model's {count} {what} cannot be divided among --tensor-parallel-size "
             f"{self.size} ranks; use a size that divides {count}."
         )

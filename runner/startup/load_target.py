@@ -148,7 +148,7 @@ def load_target(
         batch_invariant=invariant,
         experts=fmt.experts,
     )
-    if engines is not None:
+    if engines is not None or (ranks is not None and ranks.by_expert):
         check_experts(model)
     if drafter is not None:
         host = OutlineHost(max_model_len, model, resolved)

@@ -510,3 +510,23 @@ def test_the_help_says_where_suffixes_are_usual() -> None:
     for flag in ("max-model-len", "kv-cache-memory-bytes", "max-num-batched-tokens"):
         assert f"--{flag} SIZE" in shown and f"--{flag} INT" not in shown
     assert "--port INT" in shown and shown.endswith("its values separated by commas.")
+
+
+def test_the_ranks_of_a_drafter_are_one_or_those_of_its_target() -> None:
+    def spec(size: object) -> str:
+        return json.dumps({"method": "mtp", "draft_tensor_parallel_size": size})
+
+    for size in (1, 4):
+        given = load("-tp", "4", "-sc", spec(size)).speculative
+        assert given.draft_tensor_parallel_size == size
+    assert load("-tp", "4", "-sc", "mtp").speculative.draft_tensor_parallel_size is None
+    with pytest.raises(
+        ConfigError,
+        match=r"^--speculative-config: draft_tensor_parallel_size must be 1 or "
+        "--tensor-parallel-size, which is 4, not 2$",
+    ):
+        load("-tp", "4", "-sc", spec(2))
+    with pytest.raises(ConfigError, match="draft_tensor_parallel_size must be 1, not 2$"):
+        load("-sc", spec(2))
+    with pytest.raises(ConfigError, match="draft_tensor_parallel_size must be an integer, not 'a'"):
+        load("-sc", spec("a"))

@@ -17,7 +17,7 @@ from slipstream.runner.errors import ModelLoadError
 from slipstream.runner.loading.matching import slots_of_one_form
 from slipstream.runner.loading.safetensors_weights import SafetensorsCheckpoint
 from slipstream.runner.loading.weights import ResolvedModel, load_weights
-from slipstream.runner.models.registry import build_model
+from slipstream.runner.models.registry import build_model, check_experts
 from slipstream.runner.parallel.ranks import Cut, Ranks
 
 from .. import tiny_v4, tiny_v32
@@ -230,4 +230,4 @@ def test_of_rows_a_gpus_reader_reads_only_a_part(dim: int, tmp_path: Path) -> No
 def test_a_model_without_experts_is_refused() -> None:
     config, _ = make("llama")
     with pytest.raises(ModelLoadError, match="--enable-expert-parallel needs a model with experts"):
-        on_ranks(2, lambda ranks: build(config, replace(ranks, by_expert=True)))
+        on_ranks(2, lambda ranks: check_experts(build(config, replace(ranks, by_expert=True))))
