@@ -38,7 +38,7 @@ from slipstream.configs.schema import (
 )
 from slipstream.runner.loading.matching import slots_of_one_form
 from slipstream.runner.loading.weights import make_hf_config
-from slipstream.runner.messages import AddRequest, SamplingParams
+from slipstream.runner.messages import AddRequest, SamplingParams, StepStats
 from slipstream.runner.models.registry import build_model
 from slipstream.server.engine.engine_client import Backoff, EngineClient, EngineDead
 
@@ -253,6 +253,46 @@ async def test_drafts_change_no_text_and_ranks_stay_equal(
             compare(found, alone[0.0])
         assert client.state == "ready"
     assert all(len(ids) == MAX_TOKENS for ids, _ in found.values())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sampling"),
+    [("float32", "greedy"), ("float32", "probabilistic"), ("bfloat16", "greedy")],
+)
+async def test_divided_and_whole_drafters_draft_alike(
+    dtype: str, sampling: str, folder: Path, alone: dict[float, Text]
+) -> None:
+    """In graphs and eagerly. The drafter is a copy of the target, so that greedy drafts are right;
+    in bfloat16, which packets add up, but for rounding."""
+    shares: dict[tuple[int, str, float], float] = {}
+    for size, graphs in ((1, "graphs"), (2, "graphs"), (2, "eager")):
+        drafter = SpeculativeConfig(
+            method="draft_model",
+            model=str(folder / "target"),
+            num_speculative_tokens=3,
+            draft_sampling=sampling,
+            draft_tensor_parallel_size=size,
+        )
+        graph = GraphConfig(enforce_eager=graphs == "eager")
+        changes: dict[str, Any] = {"speculative": drafter, "graph": graph, "dtype": dtype}
+        async with served(folder, 2, **changes) as client:
+            steps: list[StepStats] = []
+            client.stats = steps.append
+            for temperature, expected in alone.items():
+                steps.clear()
+                found = await text_of(client, temperature, None)
+                if dtype == "float32":
+                    compare(found, expected)
+                accepted, drafted = (
+                    sum(getattr(step, name) for step in steps)
+                    for name in ("num_accepted_tokens", "num_draft_tokens")
+                )
+                shares[size, graphs, temperature] = accepted / drafted
+            assert client.state == "ready"
+    print(f"{dtype}, {sampling}: accepted shares {shares}")
+    for (size, graphs, temperature), share in shares.items():
+        assert temperature or share > (0.95 if dtype == "float32" else 0.85), (size, graphs)
+        assert abs(share - shares[1, "graphs", temperature]) < 0.05, (size, graphs, temperature)
 
 
 async def test_a_killed_rank_ends_requests_and_the_group_starts_anew(folder: Path) -> None:
