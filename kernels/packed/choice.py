@@ -15,7 +15,7 @@ from typing import TypeAlias
 from ..device import use_triton
 from ..linear.linear_choice import Gemv, Shape, Skinny, bucket_of
 from ..quant.tiled import TiledWeight, Weight
-from .kinds import PackedChoice, Quantised, Row, fits, fits_gemv, format_name
+from .kinds import Direct, PackedChoice, Quantised, Row, fits, fits_gemv, format_name
 from .tuned import tuned_choices
 
 EXACT_ROWS = 64  # up to here, activations have 16 bits
@@ -89,7 +89,7 @@ _HEAD = Shape("head", 128256, 4096)
 
 # The fastest on an H200 for Llama 3 8B, by format; unmeasured ones follow the rule above.
 # `Row` is chosen for these shapes only: no GPU has checked it with others.
-_ONE_ROW: Mapping[tuple[str, Shape], Gemv | Row] = {
+_ONE_ROW: Mapping[tuple[str, Shape], Gemv | Row | Direct] = {
     ("fp8", _QKV): Row(16, 5, 4, 1, norm=0, early=8),
     ("fp8", _O): Gemv(2, 1024, 4, ahead=2),
     ("fp8", _GATE_UP): Row(16, 4, 2, 1, 2, norm=0, early=4),

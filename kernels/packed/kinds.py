@@ -39,7 +39,21 @@ class Row:
     sums: int = 0  # 1 = the last program sums the parts, and adds a residual
 
 
-PackedChoice: TypeAlias = Choice | Quantised | Row
+@dataclass(frozen=True)
+class Direct:
+    """A kernel for one row on the tensor cores whose words go from memory straight to registers.
+
+    The next kernel sums the parts of a split.
+    """
+
+    tiles: int  # of 16 weight rows, in a program; of gate and up 8 rows each
+    num_warps: int  # each multiplies its own spans of columns
+    ahead: int  # steps whose words are in registers, or on their way there
+    split_k: int = 1
+    norm: int = 1  # 1 = the kernel applies the norm before the layer
+
+
+PackedChoice: TypeAlias = Choice | Quantised | Row | Direct
 
 
 def format_name(weight: TiledWeight) -> str:
@@ -61,6 +75,16 @@ def fits_row(weight: TiledWeight) -> bool:
     return weight.columns % (weight.slices * WIDTH) == 0
 
 
+def fits_direct(weight: TiledWeight) -> bool:
+    """Whether the kernel of `Direct` knows the format."""
+    whole = weight.group >= weight.columns
+    return (
+        fits_row(weight)
+        and weight.kind != "fp4"
+        and (whole or weight.group <= WIDTH * weight.slices)
+    )
+
+
 def fits_gemv(weight: TiledWeight) -> bool:
     """Whether the kernel of `Gemv` knows the format: 8 bits, scales of rows or of 128 columns."""
     whole = weight.group >= weight.columns
@@ -73,4 +97,6 @@ def fits(weight: TiledWeight, choice: PackedChoice) -> bool:
     """Whether the chosen kernel knows the format."""
     if isinstance(choice, Row):
         return fits_row(weight)
+    if isinstance(choice, Direct):
+        return fits_direct(weight)
     return not isinstance(choice, Gemv) or fits_gemv(weight)

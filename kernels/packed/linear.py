@@ -18,7 +18,7 @@ from ..linear.linear_choice import Gemv, Skinny
 from ..linear.norm_rope import rms_norm
 from ..quant.tiled import TiledWeight, Weight
 from .choice import choose_packed as choose_packed
-from .kinds import GATE_UP, PARTS, PLAIN, PackedChoice, Quantised, Row
+from .kinds import GATE_UP, PARTS, PLAIN, Direct, PackedChoice, Quantised, Row
 
 
 def packed_linear(
@@ -115,7 +115,7 @@ def packed_linear_parts(
 
     Returns [M, N], or float32 parts [S, M, N] whose sum is the result.
     """
-    if not isinstance(choice, Skinny | Row) or not isinstance(weight, TiledWeight):
+    if not isinstance(choice, Skinny | Row | Direct) or not isinstance(weight, TiledWeight):
         return packed_linear(x, weight, bias, choice, norm)
     if not _has_kernels(x) or (norm is not None and choice.norm):
         return packed_linear(x, weight, bias, choice, norm)
@@ -157,7 +157,7 @@ def packed_sample_head(
 def _multiply(
     x: Tensor,
     weight: TiledWeight,
-    choice: Gemv | Skinny | Row,
+    choice: Gemv | Skinny | Row | Direct,
     mode: int,
     bias: Tensor | None,
     activation: str = "silu",
@@ -170,6 +170,10 @@ def _multiply(
         from .triton import packed_gemv
 
         out = packed_gemv.multiply(x, weight, choice, mode, bias, activation, norm, residual)
+    elif isinstance(choice, Direct):
+        from .triton import packed_direct
+
+        out = packed_direct.multiply(x, weight, choice, mode, bias, activation, norm, residual)
     elif isinstance(choice, Row):
         from .triton import packed_row
 
@@ -193,7 +197,7 @@ def _has_kernels(x: Tensor) -> bool:
 
 
 def _prepared(
-    x: Tensor, weight: TiledWeight, norm: Norm | None, choice: Gemv | Skinny | Row
+    x: Tensor, weight: TiledWeight, norm: Norm | None, choice: Gemv | Skinny | Row | Direct
 ) -> tuple[Tensor, Norm | None]:
     """The kernel's input, and the norm if the kernel applies it: not if columns are reordered."""
     if choice.norm and weight.order is None:

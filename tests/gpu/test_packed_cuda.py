@@ -11,7 +11,15 @@ from torch import Tensor
 
 from slipstream.kernels import launch
 from slipstream.kernels.linear.linear_choice import Gemv, Skinny
-from slipstream.kernels.packed.kinds import PackedChoice, Quantised, Row, fits_gemv, fits_row
+from slipstream.kernels.packed.kinds import (
+    Direct,
+    PackedChoice,
+    Quantised,
+    Row,
+    fits_direct,
+    fits_gemv,
+    fits_row,
+)
 from slipstream.kernels.packed.linear import (
     choose_packed,
     packed_gated_linear,
@@ -77,6 +85,8 @@ def test_every_format_is_exact(name: str, size: int, rows: int, dtype: torch.dty
             choices += [Gemv(4, 1024, 4), Gemv(8, 512, 4), Gemv(2, 256, 4, ahead=3)]
         if rows == 1 and fits_row(weight):
             choices += [Row(16, 3, 4, 1), Row(32, 4, 2, 2, 2)]
+        if rows == 1 and fits_direct(weight):
+            choices += [Direct(1, 4, 2), Direct(2, 4, 1, split_k=2), Direct(1, 8, 1)]
         if rows == 9 and fits_row(weight):
             choices += [Row(16, 3, 4, 1, 4, 0), Row(16, 4, 4, 2, 4, 0)]
         for choice in choices:
@@ -106,7 +116,7 @@ def test_norm_and_residual_are_fused(name: str) -> None:
         if rows == 1 and fits_gemv(weight):
             choices.append(Gemv(4, 1024, 4))
         if rows == 1:
-            choices.append(Row(16, 5, 4, 1))
+            choices += [Row(16, 5, 4, 1), Direct(1, 4, 2)]
         for choice in choices:
             close(packed_linear(x, weight, None, choice, norm, residual), expected, 2)
 

@@ -24,7 +24,7 @@ from slipstream.kernels.device import Card, meta_tensors_on
 from slipstream.kernels.linear.experts import PackedExperts
 from slipstream.kernels.linear.linear_choice import Gemv, Shape, Skinny
 from slipstream.kernels.packed.experts import packed_expert_parts
-from slipstream.kernels.packed.kinds import PackedChoice, Row
+from slipstream.kernels.packed.kinds import Direct, PackedChoice, Row
 from slipstream.kernels.packed.linear import packed_linear
 
 
@@ -50,6 +50,9 @@ def check_instructions() -> None:
             loads = kernel.asm["ttgir"].count("ttg.local_load")
             stores = kernel.asm["ttgir"].count("ttg.local_alloc %tiles")
             assert loads and not stores, f"{name} moves numbers through shared memory"
+        if name == "_packed_direct_kernel":
+            assert before.count("ld.global") >= 4, "words are loaded before the input is ready"
+            assert kernel.metadata.shared <= 1024, "words pass through shared memory"
         if name == "_packed_gemv_kernel":
             assert "ld.global" in before
 
@@ -64,6 +67,10 @@ def few() -> None:
     one("int4z", gate_up, Row(16, 3, 4, 1), 1)
     one("fp8b", qkv, Row(16, 5, 4, 2), 1)
     one("int4", gate_up, Row(16, 3, 4, 1, 4, 0), 16)
+    one("int4", gate_up, Direct(1, 4, 2), 1)
+    one("int4z", qkv, Direct(2, 4, 1, split_k=2), 1)
+    one("fp8", qkv, Direct(1, 4, 2), 1)
+    one("fp8b", gate_up, Direct(2, 8, 1), 1)
     one("q4k", gate_up, Skinny(64, 128, 3, 4, 1, 16), 9)
     one("q6k", qkv, Skinny(64, 32, 4, 4, 2, 16), 9)
     for name, rows in (("fp8b", 8), ("int4z", 1), ("q4k", 8), ("nvfp4", 64)):

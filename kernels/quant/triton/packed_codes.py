@@ -10,10 +10,12 @@ becomes 480.) Triton's interpreter knows no assembly, so plain versions compute 
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
 from ...launch import hash_functions
+from ..packed import Kind
 
 KINDS = {"fp8": 0, "int8": 1, "int4": 2, "fp4": 3}  # values of KIND
 
@@ -85,12 +87,37 @@ def _int4(dtype: str, subtract: bool) -> list[str]:
     return lines
 
 
+def _masked(bits: int, dtype: str) -> list[str]:
+    """Lines for floats with small exponents by masks and shifts: see `scaled_numbers`."""
+    if bits == 4:
+        return [
+            "and.b32 $0, IN, 0x000f000f;",
+            "and.b32 $1, IN, 0x00f000f0;",
+            "shr.u32 a, IN, 8;",
+            "and.b32 $2, a, 0x000f000f;",
+            "and.b32 $3, a, 0x00f000f0;",
+        ]
+    fields, right = {"bf16": (0x07F0, 4), "f16": (0x3F80, 1)}[dtype]
+    left = f"shl.b32 b, IN, {8 - right};"
+    return [
+        "shl.b32 a, IN, 8;",
+        left,
+        f"and.b32 b, b, {_twice(fields)};",
+        "lop3.b32 $0, a, 0x80008000, b, 0xea;",  # (source & mask) | b
+        f"shr.u32 b, IN, {right};",
+        f"and.b32 b, b, {_twice(fields)};",
+        "lop3.b32 $1, IN, 0x80008000, b, 0xea;",
+    ]
+
+
 _FP8_BF16 = _assembly(_floats(8, "bf16", (8, 0), 0x07F0, 0x7B80), 2)  # times 2 ** 120
 _FP8_F16 = _assembly(_floats(8, "f16", (8, 0), 0x3F80, 0x5C00), 2)  # times 2 ** 8
 _FP4_BF16 = _assembly(_floats(4, "bf16", (12, 8, 4, 0), 0x01C0, 0x7E80), 4)  # times 2 ** 126
 _FP4_F16 = _assembly(_floats(4, "f16", (12, 8, 4, 0), 0x0E00, 0x7400), 4)  # times 2 ** 14
 _INT8_BF16, _INT8_F16 = _assembly(_int8("bf16"), 2), _assembly(_int8("f16"), 2)
 _INT4_BF16, _INT4_F16 = _assembly(_int4("bf16", True), 4), _assembly(_int4("f16", True), 4)
+_MASKED_4 = _assembly(_masked(4, ""), 4)
+_MASKED_FP8_BF16, _MASKED_FP8_F16 = (_assembly(_masked(8, of), 2) for of in ("bf16", "f16"))
 _RAW_BF16, _RAW_F16 = _assembly(_int4("bf16", False), 4), _assembly(_int4("f16", False), 4)
 
 
@@ -215,6 +242,50 @@ def numbers(
         base: tl.constexpr = 0.0 if not ASSEMBLY else 128.0 if DTYPE == tl.bfloat16 else 1024.0
         a, b = _minus(a, zeros[0], base), _minus(b, zeros[1], base)
         c, d = _minus(c, zeros[2], base), _minus(d, zeros[3], base)
+    return a, b, c, d
+
+
+# Of `scaled_numbers`: exponents of 2 by which numbers of even and of odd slices are too small.
+_SMALLER = {
+    ("int4", torch.bfloat16): (133, 129),  # bits 0 and 4 of a number below 2 ** -125
+    ("int4", torch.float16): (24, 20),
+    ("fp8", torch.bfloat16): (120, 120),
+    ("fp8", torch.float16): (8, 8),
+}
+
+
+def sum_factor(
+    kind: Kind, dtype: torch.dtype, assembly: bool, input_factor: float
+) -> tuple[tuple[float, ...], bool]:
+    """By what sums of products of `scaled_numbers` are multiplied, for each slice; and whether
+    inputs are multiplied by `input_factor` first, so that products are no smaller than float32."""
+    if not assembly or kind not in ("int4", "fp8"):
+        return (1.0,) * 4, False
+    scaled = dtype == torch.bfloat16
+    own = input_factor if scaled else 1.0
+    return tuple(2.0**by / own for by in _SMALLER[kind, dtype] * 2), scaled
+
+
+@triton.jit
+def scaled_numbers(words, KIND: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """The numbers of each slice, or codes of "int4" with their zero, times powers of 2 that depend
+    on kind, dtype and slice: a tuple of 4 tiles. In the interpreter, without these powers.
+
+    A float with an exponent of 0 is its mantissa times the smallest number, and one with an
+    exponent of 1 goes on from there. So the bits of a code, wherever they are in the mantissa and
+    in the last bit of the exponent, are its number times a power of 2. The fields of an fp8 are a
+    small float.
+    """
+    if ASSEMBLY and KIND == 0:
+        a, b = _two(words, _MASKED_FP8_BF16 if DTYPE == tl.bfloat16 else _MASKED_FP8_F16, DTYPE)
+        c, d = a, b
+    elif ASSEMBLY and KIND == 2:
+        a, b, c, d = _four(words, _MASKED_4, DTYPE)
+    elif KIND == 2:
+        a, b = plain_numbers(words, 0, 2).to(DTYPE), plain_numbers(words, 1, 2).to(DTYPE)
+        c, d = plain_numbers(words, 2, 2).to(DTYPE), plain_numbers(words, 3, 2).to(DTYPE)
+    else:
+        a, b, c, d = numbers(words, (), KIND, DTYPE, False, ASSEMBLY)
     return a, b, c, d
 
 

@@ -12,7 +12,7 @@ from ....kernels.linear.head_sample import Draws, pick_rows
 from ....kernels.linear.linear import GATED, Norm
 from ....kernels.linear.linear_choice import Gemv
 from ....kernels.linear.norm_rope import rms_norm
-from ....kernels.packed.kinds import PackedChoice, Row
+from ....kernels.packed.kinds import Direct, PackedChoice, Row
 from ....kernels.packed.linear import (
     choose_packed,
     packed_gated_linear,
@@ -123,6 +123,8 @@ class PackedLayer(nn.Module):
         choice = self._choice_for(num_rows)
         if isinstance(choice, Row):
             return choice.split_k == 1 or choice.sums > 0
+        if isinstance(choice, Direct):
+            return choice.split_k == 1
         return isinstance(choice, Gemv)
 
     def by_torch(self, num_rows: int) -> bool:

@@ -105,3 +105,28 @@ def test_codes_with_zeros_come_with_a_base(name: str, base: int) -> None:
         found = halves(register, dtype)
         assert torch.equal(found[:, 0], (words >> 4 * index & 15) + base + 0.0)
         assert (found[:, 1] == base).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "dtype"),
+    [
+        ("_MASKED_4", "int4", torch.bfloat16),
+        ("_MASKED_4", "int4", torch.float16),
+        ("_MASKED_FP8_BF16", "fp8", torch.bfloat16),
+        ("_MASKED_FP8_F16", "fp8", torch.float16),
+    ],
+)
+def test_masks_alone_give_numbers_times_a_power_of_two(
+    name: str, kind: Kind, dtype: torch.dtype
+) -> None:
+    slices, words = slices_of(kind), torch.arange(1 << 16)
+    if kind == "fp8":
+        words = words[((words & 127) != 127) & ((words >> 8 & 127) != 127)]  # no NaN
+    factors, _ = packed_codes.sum_factor(kind, dtype, True, 1.0)
+    found = run(getattr(packed_codes, name).value, words | torch.roll(words, 77) << 16, slices)
+    for index, register in enumerate(found):
+        codes = words >> 16 // slices * index & (15 if slices == 4 else 255)
+        numbers = codes if slices == 4 else codes.byte().view(torch.float8_e4m3fn)
+        pair = halves(register, dtype) * factors[index]
+        assert torch.equal(pair[:, 0], numbers.double())
+        assert torch.equal(pair[:, 1], torch.roll(numbers.double(), 77))

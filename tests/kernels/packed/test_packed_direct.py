@@ -1,0 +1,61 @@
+"""Rows whose weights go straight to registers, interpreted, equal products with exact numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slipstream.kernels.packed.kinds import GATE_UP, PARTS, PLAIN, Direct, fits_direct
+from slipstream.kernels.quant.tiled import tile
+
+from ...cases import some
+from ..linear.test_triton_linear import close, normed
+from ..quant.random_weights import FORMATS, random_weight
+
+pytestmark = [
+    pytest.mark.usefixtures("triton_interpreter"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy, about inf and nan
+]
+NAMES = [name for name in FORMATS if fits_direct(tile(random_weight(name, 1, 1280)))]
+# outputs, columns: the last rows and spans in part, or all of them whole; tiles of a program
+CASES = [
+    (name, mode, *size, tiles)
+    for name in NAMES
+    for mode in ("plain", "gated", "parts")
+    for size in ((22, 1280), (32, 1024))
+    for tiles in (1, 2)
+]
+KEPT = [
+    ("int4 128", "plain", 22, 1280, 1),
+    ("int4 64 zeros", "gated", 32, 1024, 2),
+    ("int4 rows", "parts", 22, 1280, 2),
+    ("fp8 rows", "gated", 22, 1280, 1),
+    ("fp8 blocks", "parts", 32, 1024, 1),
+]
+
+
+@pytest.mark.parametrize(("name", "mode", "outputs", "size", "tiles"), some(CASES, kept=KEPT))
+def test_products_are_those_of_the_exact_numbers(
+    name: str, mode: str, outputs: int, size: int, tiles: int
+) -> None:
+    from slipstream.kernels.packed.triton.packed_direct import multiply
+
+    packed = random_weight(name, outputs, size)
+    weight, exact = tile(packed), packed.dequantise().double()
+    x, bias = torch.randn(1, size).half(), torch.randn(outputs).half()
+    norm, residual = (torch.rand(size).half(), 1e-5), torch.randn(1, outputs).half()
+    if mode == "parts":
+        parts = multiply(x, weight, Direct(tiles, 2, 1, split_k=2), PARTS, bias)
+        assert parts.shape == (2, 1, outputs) and parts.dtype == torch.float32
+        close(parts.sum(0), x.double() @ exact.T + bias)
+        return
+    product = normed(x, norm) @ exact.T + bias
+    choice = Direct(tiles, 2, 2)
+    if mode == "plain":
+        got = multiply(x, weight, choice, PLAIN, bias, "", norm, residual)
+        close(got, product + residual)
+    else:
+        gate, up = product.chunk(2, -1)
+        got = multiply(x, weight, choice, GATE_UP, bias, "silu", norm)
+        close(got, torch.nn.functional.silu(gate) * up)
+    close(multiply(x, weight, choice), x.double() @ exact.T)
