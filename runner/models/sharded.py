@@ -264,7 +264,7 @@ class SplitHead(Linear):
             own = best_of_part(logits[:, :count], draws, first)
         else:  # this part is padding
             own = logits.new_full((len(x), 3), float("-inf"), dtype=torch.float32)
-        return best_of_parts(self.ranks.communicator.all_gather(own))
+        return best_of_parts(self.ranks.gather(own))
 
     @property
     def can_pick(self) -> bool:

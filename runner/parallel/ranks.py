@@ -138,9 +138,16 @@ class Ranks:
         assert self.packets is not None
         return self.packets.sum(x, dtype, residual)
 
+    def gather(self, x: Tensor) -> Tensor:
+        """The x of every rank in order of ranks: [...] -> [size, ...]."""
+        x = x.contiguous()
+        if self.packets is not None and self.packets.gathers(x):
+            return self.packets.gather(x)
+        return self.communicator.all_gather(x)
+
     def side_by_side(self, x: Tensor, total: int) -> Tensor:
         """Every rank's x [M, n] side by side, of which the first `total` columns count."""
-        parts = self.communicator.all_gather(x.contiguous())  # [size, M, n]
+        parts = self.gather(x)  # [size, M, n]
         whole = parts.transpose(0, 1).reshape(x.shape[0], -1)
         return whole if whole.shape[1] == total else whole[:, :total].contiguous()
 

@@ -166,6 +166,10 @@ def layers() -> None:
         importlib.import_module("slipstream.kernels.linear.packets.triton.rank_sums").sum_packets(
             x, memory, BF16, residual
         )
+    for x in (t(4, 3, dtype=torch.float32), t(4, 16000)):
+        importlib.import_module(
+            "slipstream.kernels.linear.packets.triton.rank_gather"
+        ).gather_packets(x, memory)
     streams = module("streams")
     for hidden, residual in ((parts, t(4, 4096)), (t(4, 4096), t(4, 4096)), (t(4, 4096), None)):
         streams.write_stream(hidden, residual, t(4, 12288)[:, 4096:8192])

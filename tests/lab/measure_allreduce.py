@@ -9,7 +9,8 @@ First it compares the results of all ways, eager and from CUDA graphs that are r
 numbers; with --check it ends there. Then it prints the microseconds of one sum, by way and number
 of rows of hidden size 4096 in bf16, from a graph of 65 sums that depend on each other: as many as a
 step of Llama-8B has (two a layer and one of the embeddings). The last columns are those of a whole
-step. Status 1 if results differ or ranks get different bits.
+step. Last it prints the same of gathers: of the best tokens of each rank's part of the vocabulary,
+and of logits. Status 1 if results differ or ranks get different bits.
 
 To read it: multiply by what a step takes (`bench offline -tp 2`) to get the share of the sums; the
 server picks "packets" by `runner/parallel/packet_sums.py`, and "one_shot" or "two_shot" by
@@ -37,6 +38,10 @@ from slipstream.runner.parallel.small_sums import way_of
 HIDDEN, SUMS, REPEATS = 4096, 65, 20
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 WAYS = ("nccl", "one_shot", "two_shot", "packets")
+# Best tokens and their scores, and logits of halves of 32,000 and 128,256 tokens.
+GATHERS = [((rows, 3), torch.float32) for rows in (1, 32, 256)]
+GATHERS += [((rows, 16000), torch.bfloat16) for rows in (1, 8, 32)]
+GATHERS += [((rows, 64128), torch.bfloat16) for rows in (1, 4)]
 Adders = dict[str, Callable[[Tensor], Tensor]]
 
 
@@ -115,9 +120,57 @@ def check(rank: int, size: int, adders: Adders, device: torch.device, group: Any
     return faults
 
 
+def check_gathers(rank: int, collectives: Collectives, device: torch.device) -> int:
+    """The number of gathers by packets that are wrong, sums between them; prints each."""
+    packets, faults = collectives.packets, 0
+    if packets is None:
+        return 0
+    for shape, dtype in GATHERS:
+        x = torch.empty(shape, dtype=dtype, device=device)
+        row = torch.ones(2, HIDDEN, dtype=torch.bfloat16, device=device)
+
+        def work(x: Tensor = x, row: Tensor = row) -> Tensor:
+            first = packets.gather(x)
+            packets.sum(row, row.dtype)
+            return torch.cat((first, packets.gather(x)))
+
+        if not packets.gathers(x):
+            continue
+        graph, out = recorded(work)
+        for round in range(4):
+            torch.manual_seed(100 * round + rank)
+            x.copy_(torch.randn(shape, device=device))
+            eager, one = work().clone(), collectives.all_gather(x)
+            graph.replay()
+            if not (torch.equal(out, torch.cat((one, one))) and torch.equal(eager, out)):
+                faults += 1
+                print(f"rank {rank}: the gather of {shape} in {dtype} is wrong", flush=True)
+    return faults
+
+
+def measure_gathers(rank: int, collectives: Collectives, device: torch.device) -> None:
+    """Print the microseconds of gathers by NCCL and by packets."""
+    packets = collectives.packets
+    ways = {"nccl": collectives.all_gather}
+    if packets is not None:
+        ways["packets"] = packets.gather
+    for shape, dtype in GATHERS:
+        x = torch.zeros(shape, dtype=dtype, device=device)
+        fits = {way: one for way, one in ways.items() if way == "nccl" or packets.gathers(x)}
+        found = {way: microseconds_of(lambda x, one=one: one(x)[0], x) for way, one in fits.items()}
+        if rank == 0:
+            times = ", ".join(f"{way} {time:.1f} us" for way, time in found.items())
+            print(f"gather of {list(shape)} in {dtype}: {times}", flush=True)
+
+
 def microseconds(add: Callable[[Tensor], Tensor], rows: int, device: torch.device) -> float:
     """Of one sum, from a graph of `SUMS`."""
-    x = torch.zeros(rows, HIDDEN, dtype=torch.bfloat16, device=device)
+    return microseconds_of(add, torch.zeros(rows, HIDDEN, dtype=torch.bfloat16, device=device))
+
+
+def microseconds_of(add: Callable[[Tensor], Tensor], x: Tensor) -> float:
+    """Of one exchange, from a graph of `SUMS` that follow each other, of x and then of the
+    results."""
 
     def work() -> Tensor:
         out = x
@@ -152,7 +205,7 @@ def run_rank(rank: int, size: int, groups: int | None, rendezvous: str, only_che
     if len(adders) == 1:
         print(f"rank {rank}: the GPUs cannot share memory; see the warning above", flush=True)
         return 1
-    faults = check(rank, size, adders, device, group)
+    faults = check(rank, size, adders, device, group) + check_gathers(rank, collectives, device)
     if rank == 0:
         print(f"{size} GPUs: {'all ways are right' if not faults else f'{faults} faults'}")
     if faults or only_check:
@@ -175,6 +228,7 @@ def run_rank(rank: int, size: int, groups: int | None, rendezvous: str, only_che
             fit = packets is not None and packets.fit(rows, HIDDEN, torch.bfloat16)
             picked = "packets" if fit else way_of(size, num_bytes, torch.bfloat16)
             print(f"{line}  {picked}", flush=True)
+    measure_gathers(rank, collectives, device)
     return 0
 
 

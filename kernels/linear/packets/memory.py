@@ -41,3 +41,10 @@ def packets_fit(num_rows: int, width: int, dtype: torch.dtype) -> bool:
     """Whether `sum_packets` can add up rows [num_rows, width] of this type."""
     is_short = dtype in (torch.bfloat16, torch.float16)
     return is_short and width % 8 == 0 and 0 < num_programs(num_rows, width) <= PROGRAMS
+
+
+def gather_fits(x: Tensor) -> bool:
+    """Whether `gather_packets` can gather x: whole words of four bytes, and not too many."""
+    words, rest = divmod(x.nbytes, 4)
+    aligned = not rest and x.storage_offset() * x.itemsize % 4 == 0
+    return aligned and x.is_contiguous() and 0 < words <= PROGRAMS * WORDS

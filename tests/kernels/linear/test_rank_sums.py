@@ -12,9 +12,11 @@ from slipstream.kernels.linear.packets.memory import (
     PROGRAMS,
     WORDS,
     PacketMemory,
+    gather_fits,
     num_programs,
     packets_fit,
 )
+from slipstream.kernels.linear.packets.rank_gather import gather_packets
 from slipstream.kernels.linear.packets.rank_sums import sum_packets, sum_packets_reference
 
 from ... import interpreter
@@ -52,6 +54,15 @@ class Exchange:
                 program = row * (len(words) // WORDS) + chunk
                 number = int(self.sums[sender][program]) + 1
                 self.every[to][number & 1, program, sender] = part | number << 32
+
+    def deliver_words(self, sender: int, to: int, x: Tensor) -> None:
+        """Write what `sender` sends in its next gather."""
+        own = x.flatten().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+        padded = torch.zeros(-(-len(own) // WORDS) * WORDS, dtype=torch.int64)
+        padded[: len(own)] = own
+        for program, part in enumerate(padded.view(-1, WORDS)):
+            number = int(self.sums[sender][program]) + 1
+            self.every[to][number & 1, program, sender] = part | number << 32
 
 
 def some(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -102,3 +113,47 @@ def test_only_few_rows_of_16_bits_fit() -> None:
     assert packets_fit(64, 4096, BF16) and packets_fit(1, 8, torch.float16)
     assert not packets_fit(0, 4096, BF16) and not packets_fit(129, 4096, BF16)
     assert not packets_fit(1, 4096, torch.float32) and not packets_fit(1, 4100, BF16)
+
+
+@pytest.mark.usefixtures("triton_interpreter")
+@pytest.mark.parametrize(
+    ("size", "shape", "dtype"), [(2, (5, 3), torch.float32), (3, (2, 700), BF16)]
+)
+def test_every_rank_gathers_the_bits_of_all(
+    size: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Also between sums, which take turns with the same halves of the memory."""
+    exchange = Exchange(size)
+    for _ in range(3):
+        every = [torch.randn(shape).to(dtype) for _ in range(size)]
+        every[0].view(-1)[:3] = torch.tensor([-0.0, float("-inf"), float("nan")])
+        for rank in range(size):
+            for sender in range(rank + 1, size):
+                exchange.deliver_words(sender, rank, every[sender])
+            got = gather_packets(every[rank], exchange.memory(rank))
+            assert torch.equal(got.view(torch.uint8), torch.stack(every).view(torch.uint8))
+        rows = [some(BF16, 1, 96).to(BF16) for _ in range(size)]
+        for rank in range(size):
+            for sender in range(rank + 1, size):
+                exchange.deliver(sender, rank, rows[sender], BF16)
+            got = sum_packets(rows[rank], exchange.memory(rank), BF16)
+            assert torch.equal(got, sum_packets_reference(rows, BF16))
+
+
+@pytest.mark.usefixtures("triton_interpreter")
+def test_what_is_gathered_is_sent_as_the_format_says() -> None:
+    exchange, other = Exchange(2), Exchange(2)
+    x = torch.randn(3, 350)
+    exchange.deliver_words(1, 0, x)  # so that rank 0 need not wait
+    gather_packets(x, exchange.memory(0))
+    other.deliver_words(0, 1, x)
+    assert torch.equal(exchange.every[1], other.every[1])
+    assert exchange.sums[0].tolist() == [1, 1, 1] + [0] * (PROGRAMS - 3)
+
+
+def test_only_whole_words_are_gathered() -> None:
+    assert gather_fits(torch.empty(7, 3)) and gather_fits(torch.empty(2, 3, dtype=BF16))
+    assert not gather_fits(torch.empty(1, 3, dtype=BF16)) and not gather_fits(torch.empty(0, 3))
+    assert not gather_fits(torch.empty(4, 4).T[1:]) and gather_fits(torch.empty(512, 512))
+    assert not gather_fits(torch.empty(513, 512))
+    assert not gather_fits(torch.empty(5, dtype=BF16)[1:])  # not on the border of a word

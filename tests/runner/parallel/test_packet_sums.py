@@ -57,6 +57,29 @@ class Counted(PacketSums):
         total = self.ranks.communicator.all_reduce(x.sum(0) if x.dim() == 3 else x).to(dtype)
         return total if residual is None else total + residual
 
+    def gather(self, x: Tensor) -> Tensor:
+        self.seen.append((tuple(x.shape), False))
+        return self.ranks.communicator.all_gather(x)
+
+
+def test_small_tensors_are_gathered_by_packets() -> None:
+    sums = PacketSums(nothing(2))
+    assert sums.gathers(torch.empty(8, 16000, dtype=BF16))
+    assert not sums.gathers(torch.empty(64, 16000, dtype=BF16))  # beyond 1 MiB
+    assert not PacketSums(nothing(4)).gathers(torch.empty(9, 16000, dtype=BF16))
+    assert not sums.gathers(torch.empty(1, 3, dtype=BF16))
+
+    def run(ranks: Ranks) -> tuple[list[Tensor], list[tuple[tuple[int, ...], bool]]]:
+        counted = Counted(ranks)
+        own = replace(ranks, packets=counted)
+        small, large = torch.arange(6.0).view(2, 3), torch.ones(2, 1 << 18)
+        return [own.side_by_side(small + 6 * ranks.rank, 5), own.gather(large)], counted.seen
+
+    for (logits, ones), seen in on_ranks(2, run):
+        assert logits.tolist() == [[0, 1, 2, 6, 7], [3, 4, 5, 9, 10]]
+        assert ones.shape == (2, 2, 1 << 18) and bool((ones == 1).all())
+        assert seen == [((2, 3), False)]  # the other one is too large
+
 
 def test_a_layer_leaves_its_residual_to_the_sum() -> None:
     whole, residual = torch.randn(6, 10), torch.randn(8, 6)

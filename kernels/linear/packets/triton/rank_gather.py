@@ -1,0 +1,69 @@
+"""Triton version of `kernels.linear.packets.rank_gather`."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ....launch import hash_functions, pdl_options, wait_for_inputs
+from ..memory import PROGRAMS, WORDS, PacketMemory, gather_fits
+
+_PROGRAMS, _WORDS = tl.constexpr(PROGRAMS), tl.constexpr(WORDS)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _rank_gather_kernel(
+    x,  # [count] int32
+    out,  # [RANKS, count] int32
+    mine,  # as the rest in `PacketMemory`
+    peers,
+    sums,
+    count,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    word = tl.arange(0, _WORDS)
+    at = program * _WORDS + word
+    inside = at < count
+    wait_for_inputs(PDL)
+    number = tl.load(sums + program) + 1
+    own = tl.load(x + at, mask=inside, other=0)
+    packet = (own.to(tl.int64) & 0xFFFFFFFF) | (number.to(tl.int64) << 32)
+    place = ((number & 1) * _PROGRAMS + program) * RANKS
+    for rank in tl.static_range(RANKS):
+        if rank != RANK:
+            there = tl.multiple_of(peers[rank].to(tl.pointer_type(tl.int64)), 16)
+            tl.store(there + (place + RANK) * _WORDS + word, packet)
+    for rank in tl.static_range(RANKS):
+        if rank == RANK:
+            words = own
+        else:
+            source = mine + (place + rank) * _WORDS + word
+            packet = tl.load(source, volatile=True)
+            while tl.min(((packet >> 32).to(tl.int32) == number).to(tl.int32), 0) == 0:
+                packet = tl.load(source, volatile=True)
+            words = packet.to(tl.int32)
+        tl.store(out + rank * count + at, words, mask=inside)
+    tl.store(sums + program, number)
+
+
+def gather_packets(x: Tensor, memory: PacketMemory) -> Tensor:
+    """See `kernels.linear.packets.rank_gather.gather_packets`."""
+    assert gather_fits(x)
+    words = x.view(-1).view(torch.int32)
+    out = torch.empty(memory.size, *x.shape, dtype=x.dtype, device=x.device)
+    count = words.shape[0]
+    _rank_gather_kernel[(triton.cdiv(count, WORDS),)](
+        words, out.view(-1).view(torch.int32), memory.mine, memory.peers, memory.sums, count,
+        RANK=memory.rank, RANKS=memory.size, num_warps=4, **pdl_options(x),
+    )  # fmt: skip
+    return out
+
+
+hash_functions(globals())
