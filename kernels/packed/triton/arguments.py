@@ -1,4 +1,4 @@
-"""What the kernels for quantised weights are told about a weight's scales, by parameter name."""
+"""Arguments of the kernels for quantised weights, by parameter name."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...linear.linear import Norm
+from ...linear.triton.skinny import _TRITON_DTYPES
 from ...quant.tiled import TiledWeight, zeros_or_offsets
 from ...quant.triton.packed_codes import KINDS
+from ..kinds import GATE_UP
 
 
 def scale_arguments(weight: TiledWeight, filler: Tensor) -> dict[str, Any]:
@@ -38,4 +41,35 @@ def scale_arguments(weight: TiledWeight, filler: Tensor) -> dict[str, Any]:
         "E8M0": weight.scales.dtype == torch.uint8,
         "ZEROS": mode,
         "CHANNEL": factors is not None,
+    }
+
+
+def product_arguments(
+    x: Tensor,
+    weight: TiledWeight,
+    mode: int,
+    bias: Tensor | None,
+    activation: str,
+    norm: Norm | None,
+    residual: Tensor | None,
+) -> dict[str, Any]:
+    """Arguments of a linear layer's kernel: the operands besides x and the weight, sizes, and what
+    the kernel computes. x [M, K]; `mode`: see `kinds`; in place of absent tensors stands x."""
+    num_rows, num_inputs = x.shape
+    return {
+        "bias": x if bias is None else bias,
+        "residual": x if residual is None else residual,
+        "eps": 0.0 if norm is None else norm[1],
+        "num_rows": num_rows,
+        "num_outputs": weight.shape[0] // (2 if mode == GATE_UP else 1),
+        "num_inputs": num_inputs,
+        "num_words": weight.words.shape[1],
+        "SLICES": weight.slices,
+        "NORM": norm is not None,
+        "BIAS": bias is not None,
+        "RESIDUAL": residual is not None,
+        "MODE": mode,
+        "ACTIVATION": int(activation == "gelu_tanh"),
+        "DTYPE": _TRITON_DTYPES[x.dtype],
+        "ASSEMBLY": not x.is_cpu,
     }

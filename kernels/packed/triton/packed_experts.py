@@ -107,20 +107,18 @@ def _packed_experts_kernel(
     row_n = first_row + tl.arange(0, BLOCK_N)
     inside_n = n < N
     sizes = stride, zero_stride, num_groups, super_scales, super_offsets
+    FACTORS: tl.constexpr = (KIND, GROUPS, GROUP, ROW_GROUP, ZEROS)
+    FORM: tl.constexpr = (SLICES, GROUPS, KIND, GROUP, E8M0, ZEROS, BLOCK_M >= 128, ASSEMBLY)
     for first in range(begin, count, SPLITS * BLOCK_M):
         rows, pair, valid = rows_of(
             x, order, candidate, first, count, most, K, BLOCK_M, TOP_K, GATED, ONE_ROW
         )
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         acc_up = acc
-        s, z = factors_of(
-            scales, zeros, sizes, 0, row_n, inside_n, KIND, GROUPS, GROUP, ROW_GROUP, ZEROS
-        )
+        s, z = factors_of(scales, zeros, sizes, 0, row_n, inside_n, FACTORS)
         s_up, z_up = s, z
         if GATED:
-            s_up, z_up = factors_of(
-                scales, zeros, sizes, 0, row_n + N, inside_n, KIND, GROUPS, GROUP, ROW_GROUP, ZEROS
-            )
+            s_up, z_up = factors_of(scales, zeros, sizes, 0, row_n + N, inside_n, FACTORS)
         for start in range(0, K, COLUMNS):
             words = _load_words(
                 source, first_row, inside_n, start // SLICES, num_words, BLOCK_N, WIDTH, TMA
@@ -134,38 +132,15 @@ def _packed_experts_kernel(
             ahead = start + COLUMNS
             more = inside_n & (ahead < K)
             if GROUPS > 0 or KIND == 3:  # loaded a step ahead
-                s, z = factors_of(
-                    scales, zeros, sizes, ahead, row_n, more, KIND, GROUPS, GROUP, ROW_GROUP, ZEROS
-                )
+                s, z = factors_of(scales, zeros, sizes, ahead, row_n, more, FACTORS)
                 if GATED:
-                    s_up, z_up = factors_of(
-                        scales, zeros, sizes, ahead, row_n + N, more,
-                        KIND, GROUPS, GROUP, ROW_GROUP, ZEROS,
-                    )  # fmt: skip
-            acc = add_products(
-                acc,
-                words,
-                xs,
-                now,
-                zero,
-                SLICES,
-                GROUPS,
-                KIND,
-                GROUP,
-                E8M0,
-                ZEROS,
-                BLOCK_M >= 128,
-                ASSEMBLY,
-            )
+                    s_up, z_up = factors_of(scales, zeros, sizes, ahead, row_n + N, more, FACTORS)
+            acc = add_products(acc, words, xs, now, zero, FORM)
             if GATED:
                 words = _load_words(
-                    source, first_row + N, inside_n, start // SLICES, num_words, BLOCK_N, WIDTH,
-                    TMA,
-                )  # fmt: skip
-                acc_up = add_products(
-                    acc_up, words, xs, now_up, zero_up, SLICES, GROUPS, KIND, GROUP, E8M0, ZEROS,
-                    BLOCK_M >= 128, ASSEMBLY,
-                )  # fmt: skip
+                    source, first_row + N, inside_n, start // SLICES, num_words, BLOCK_N, WIDTH, TMA
+                )
+                acc_up = add_products(acc_up, words, xs, now_up, zero_up, FORM)
         if CHANNEL:
             acc *= tl.load(channel + row_n, mask=inside_n, other=0.0).to(tl.float32)[:, None]
             if GATED:

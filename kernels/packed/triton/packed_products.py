@@ -43,14 +43,7 @@ def add_products(
     xs,  # tuple of [BLOCK_M, WIDTH], a slice of x for each slice of the words
     scales,  # tuple: [BLOCK_N] for each group, or of "fp4" [BLOCK_N, 64 / GROUP] for each slice
     zeros,  # tuple: [BLOCK_N] for each group, zeros or offsets
-    SLICES: tl.constexpr,
-    GROUPS: tl.constexpr,
-    KIND: tl.constexpr,
-    GROUP: tl.constexpr,
-    E8M0: tl.constexpr,
-    ZEROS: tl.constexpr,  # 0 = none, 1 = zeros, 2 = offsets
-    ROUND: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
+    FORM: tl.constexpr,  # SLICES, GROUPS, KIND, GROUP, E8M0, ZEROS, ROUND, ASSEMBLY
 ):
     """Add the products of a span to the sums.
 
@@ -60,6 +53,14 @@ def add_products(
     Offsets are multiplied with the sum of a group's inputs, those of "int4" with 8 scales more,
     since 8 is subtracted from its codes.
     """
+    SLICES: tl.constexpr = FORM[0]
+    GROUPS: tl.constexpr = FORM[1]
+    KIND: tl.constexpr = FORM[2]
+    GROUP: tl.constexpr = FORM[3]
+    E8M0: tl.constexpr = FORM[4]
+    ZEROS: tl.constexpr = FORM[5]
+    ROUND: tl.constexpr = FORM[6]
+    ASSEMBLY: tl.constexpr = FORM[7]
     PER: tl.constexpr = SLICES // GROUPS if GROUPS > 0 else SLICES  # slices of a group
     of_slice = zeros
     if ZEROS == 1:
@@ -178,14 +179,7 @@ def add_spans(
     excess,  # see `excess_of_spans`
     scales,  # tuple of 4, see `of_spans`
     zeros,
-    SLICES: tl.constexpr,
-    GROUPS: tl.constexpr,
-    KIND: tl.constexpr,
-    GROUP: tl.constexpr,
-    E8M0: tl.constexpr,
-    ZEROS: tl.constexpr,
-    RAW: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
+    FORM: tl.constexpr,  # SLICES, GROUPS, KIND, GROUP, E8M0, ZEROS, RAW, ASSEMBLY
 ):
     """Add the products of a step.
 
@@ -193,6 +187,14 @@ def add_spans(
     product with the inputs is subtracted: that replaces a subtraction for each weight by one tensor
     operation for many. Numbers and products are exact either way; only sums are rounded.
     """
+    SLICES: tl.constexpr = FORM[0]
+    GROUPS: tl.constexpr = FORM[1]
+    KIND: tl.constexpr = FORM[2]
+    GROUP: tl.constexpr = FORM[3]
+    E8M0: tl.constexpr = FORM[4]
+    ZEROS: tl.constexpr = FORM[5]
+    RAW: tl.constexpr = FORM[6]
+    ASSEMBLY: tl.constexpr = FORM[7]
     added = ()
     if RAW:
         added = _add_codes(sums, words, xts, excess, scales, zeros, GROUPS, ZEROS, ASSEMBLY)

@@ -21,11 +21,10 @@ from ...device import cache_by_device
 from ...launch import fetch_early, fits_tma, has_tma, hash_functions, pdl_options, wait_for_inputs
 from ...linear.linear import Norm
 from ...linear.triton.gemv import gated
-from ...linear.triton.skinny import _TRITON_DTYPES
 from ...quant.tiled import TiledWeight
-from ...quant.triton.packed_scales import fp4_of_spans, of_spans
+from ...quant.triton.packed_scales import factors_of_spans
 from ..kinds import GATE_UP, PARTS, PLAIN, WIDTH, Row, fits_row
-from .arguments import scale_arguments
+from .arguments import product_arguments, scale_arguments
 from .packed_products import add_spans, excess_of_spans, tile_of_spans, total_of_spans
 
 _MOST_BLOCKS = 4096  # programs that arrive at counters of their own
@@ -99,36 +98,18 @@ def _packed_row_kernel(
         fetch_early(words + at)
         if MODE == 2:
             fetch_early(words + num_outputs * num_words + at)
-    COUNT: tl.constexpr = GROUPS if GROUPS > 0 else 1
     COLUMNS: tl.constexpr = 64 * SLICES
     num_spans = num_words // 64
-    s = (is_row,)
-    s_up, z, z_up = s, s, s
     first = k_start // COLUMNS
-    if KIND == 3:  # loaded a step ahead
-        s = fp4_of_spans(scales, stride, first, n, is_row, num_groups, GROUP, SPANS)
-        if MODE == 2:
-            s_up = fp4_of_spans(scales, stride, first, up, is_row, num_groups, GROUP, SPANS)
-    elif GROUPS > 0:
-        s = of_spans(
-            *(scales, stride, 1, first, n, is_row, num_groups),
-            *(COUNT, COLUMNS, GROUP, ROW_GROUP, SPANS),
+    sizes = stride, zero_stride, num_groups
+    FACTORS: tl.constexpr = (KIND, GROUPS, GROUP, ROW_GROUP, ZEROS)
+    FORM: tl.constexpr = (SLICES, GROUPS, KIND, GROUP, E8M0, ZEROS, RAW, ASSEMBLY)
+    s, z = factors_of_spans(scales, zeros, sizes, first, n, is_row, FACTORS, COLUMNS, SPANS)
+    s_up, z_up = s, z
+    if MODE == 2:
+        s_up, z_up = factors_of_spans(
+            scales, zeros, sizes, first, up, is_row, FACTORS, COLUMNS, SPANS
         )
-        if MODE == 2:
-            s_up = of_spans(
-                *(scales, stride, 1, first, up, is_row, num_groups),
-                *(COUNT, COLUMNS, GROUP, ROW_GROUP, SPANS),
-            )
-    if ZEROS:
-        z = of_spans(
-            *(zeros, zero_stride, 1, first, n, is_row, num_groups),
-            *(COUNT, COLUMNS, GROUP, 1, SPANS),
-        )
-        if MODE == 2:
-            z_up = of_spans(
-                *(zeros, zero_stride, 1, first, up, is_row, num_groups),
-                *(COUNT, COLUMNS, GROUP, 1, SPANS),
-            )
     wait_for_inputs(PDL)
     none = tl.zeros([SPANS, BLOCK_N, 8 if BLOCK_M == 0 else BLOCK_M], tl.float32)
     sums = none, none, none, none
@@ -162,58 +143,20 @@ def _packed_row_kernel(
         now, now_up, zero, zero_up = s, s_up, z, z_up
         ahead = span + SPANS
         more = is_row & (ahead * COLUMNS < k_end)
-        if KIND == 3:
-            s = fp4_of_spans(scales, stride, ahead, n, more, num_groups, GROUP, SPANS)
+        if GROUPS > 0 or KIND == 3:  # loaded a step ahead
+            s, z = factors_of_spans(scales, zeros, sizes, ahead, n, more, FACTORS, COLUMNS, SPANS)
             if MODE == 2:
-                s_up = fp4_of_spans(scales, stride, ahead, up, more, num_groups, GROUP, SPANS)
-        elif GROUPS > 0:
-            s = of_spans(
-                *(scales, stride, 1, ahead, n, more, num_groups),
-                *(COUNT, COLUMNS, GROUP, ROW_GROUP, SPANS),
-            )
-            if MODE == 2:
-                s_up = of_spans(
-                    *(scales, stride, 1, ahead, up, more, num_groups),
-                    *(COUNT, COLUMNS, GROUP, ROW_GROUP, SPANS),
+                s_up, z_up = factors_of_spans(
+                    scales, zeros, sizes, ahead, up, more, FACTORS, COLUMNS, SPANS
                 )
-            if ZEROS:
-                z = of_spans(
-                    *(zeros, zero_stride, 1, ahead, n, more, num_groups),
-                    *(COUNT, COLUMNS, GROUP, 1, SPANS),
-                )
-                if MODE == 2:
-                    z_up = of_spans(
-                        *(zeros, zero_stride, 1, ahead, up, more, num_groups),
-                        *(COUNT, COLUMNS, GROUP, 1, SPANS),
-                    )
         excess = excess_of_spans(xts, BLOCK_N, BLOCK_M == 0, RAW, ZEROS, ASSEMBLY)
-        sums = add_spans(
-            *(
-                sums,
-                w,
-                xts,
-                excess,
-                now,
-                zero,
-                SLICES,
-                GROUPS,
-                KIND,
-                GROUP,
-                E8M0,
-                ZEROS,
-                RAW,
-                ASSEMBLY,
-            )
-        )
+        sums = add_spans(sums, w, xts, excess, now, zero, FORM)
         if MODE == 2:
             w = tile_of_spans(
                 *(w_source, span, num_outputs + n_start, num_spans, total_rows, 64, num_words),
                 *(SPANS, BLOCK_N, TMA),
             )
-            sums_up = add_spans(
-                *(sums_up, w, xts, excess, now_up, zero_up),
-                *(SLICES, GROUPS, KIND, GROUP, E8M0, ZEROS, RAW, ASSEMBLY),
-            )
+            sums_up = add_spans(sums_up, w, xts, excess, now_up, zero_up, FORM)
 
     y = total_of_spans(sums, SLICES, BLOCK_M)
     u = y
@@ -300,7 +243,7 @@ def multiply(
         arrivals = _arrivals(x.device)
     if mode != PARTS:
         out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
-    gain, eps = (x[0], 0.0) if norm is None else norm
+    gain = x[0] if norm is None else norm[0]
     block_m = 0 if num_rows == 1 else max(8, triton.next_power_of_2(num_rows))
     words = weight.words.view(weight.words.shape[0], -1, WIDTH).transpose(0, 1)
     lines, gains = x.view(num_rows, -1, slices, WIDTH), gain.view(-1, slices, WIDTH)
@@ -321,35 +264,21 @@ def multiply(
     options = pdl_options(x)
     _packed_row_kernel[(num_blocks * split_k,)](
         *sources,
-        bias=x if bias is None else bias,
-        residual=x if residual is None else residual,
         out=out,
         parts=parts,
         arrivals=arrivals,
-        eps=eps,
-        num_rows=num_rows,
-        num_outputs=num_outputs,
-        num_inputs=num_inputs,
-        num_words=weight.words.shape[1],
         part_columns=part_columns,
         split_k=split_k,
+        **product_arguments(x, weight, mode, bias, activation, norm, residual),
         **_scales_of(weight, x),
         BLOCK_N=choice.block_n,
         BLOCK_M=block_m,
         SPANS=choice.spans,
-        SLICES=slices,
-        NORM=norm is not None,
-        BIAS=bias is not None,
-        RESIDUAL=residual is not None,
-        MODE=mode,
-        ACTIVATION=int(activation == "gelu_tanh"),
         TMA=tma,
         EARLY=_early_lines(weight, part_columns, choice.early) if options["PDL"] else 0,
-        DTYPE=_TRITON_DTYPES[x.dtype],
         SUMS=sums,
         # of float16 the constant is so large that sums would lose bits
         RAW=weight.kind == "int4" and (x.dtype == torch.bfloat16 or x.is_cpu),
-        ASSEMBLY=not x.is_cpu,
         num_warps=choice.num_warps,
         num_stages=choice.stages,
         **options,

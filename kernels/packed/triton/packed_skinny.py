@@ -28,12 +28,12 @@ from ...launch import (
 from ...linear.linear import Norm
 from ...linear.linear_choice import Skinny
 from ...linear.triton.gemv import gated
-from ...linear.triton.skinny import _TRITON_DTYPES, _tile
+from ...linear.triton.skinny import _tile
 from ...quant.tiled import TiledWeight
 from ...quant.triton.packed_scales import factors_of
 from ..choice import EXACT_ROWS
 from ..kinds import GATE_UP, PARTS, PLAIN
-from .arguments import scale_arguments
+from .arguments import product_arguments, scale_arguments
 from .packed_products import add_products
 
 
@@ -131,14 +131,12 @@ def _packed_kernel(
         if MODE == 2:
             fetch_early(words + num_outputs * num_words + at)
     sizes = stride, zero_stride, num_groups, super_scales, super_offsets
-    s, z = factors_of(
-        scales, zeros, sizes, k_start, n, is_row, KIND, GROUPS, GROUP, ROW_GROUP, ZEROS
-    )
+    FACTORS: tl.constexpr = (KIND, GROUPS, GROUP, ROW_GROUP, ZEROS)
+    FORM: tl.constexpr = (SLICES, GROUPS, KIND, GROUP, E8M0, ZEROS, ROUND, ASSEMBLY)
+    s, z = factors_of(scales, zeros, sizes, k_start, n, is_row, FACTORS)
     s_up, z_up = s, z
     if MODE == 2:
-        s_up, z_up = factors_of(
-            scales, zeros, sizes, k_start, up, is_row, KIND, GROUPS, GROUP, ROW_GROUP, ZEROS
-        )
+        s_up, z_up = factors_of(scales, zeros, sizes, k_start, up, is_row, FACTORS)
     wait_for_inputs(PDL)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     acc_up = acc
@@ -165,36 +163,16 @@ def _packed_kernel(
         ahead = k + COLUMNS
         more = is_row & (ahead < k_end)
         if GROUPS > 0 or KIND == 3:  # loaded a step ahead
-            s, z = factors_of(
-                scales, zeros, sizes, ahead, n, more, KIND, GROUPS, GROUP, ROW_GROUP, ZEROS
-            )
+            s, z = factors_of(scales, zeros, sizes, ahead, n, more, FACTORS)
             if MODE == 2:
-                s_up, z_up = factors_of(
-                    scales, zeros, sizes, ahead, up, more, KIND, GROUPS, GROUP, ROW_GROUP, ZEROS
-                )
-        acc = add_products(
-            acc, w, xs, now, zero, SLICES, GROUPS, KIND, GROUP, E8M0, ZEROS, ROUND, ASSEMBLY
-        )
+                s_up, z_up = factors_of(scales, zeros, sizes, ahead, up, more, FACTORS)
+        acc = add_products(acc, w, xs, now, zero, FORM)
         if MODE == 2:
             w = _tile(
                 *(w_source, num_outputs + n_start, k // SLICES, total_rows, num_words),
                 *(BLOCK_N, WIDTH, TMA),
             )
-            acc_up = add_products(
-                acc_up,
-                w,
-                xs,
-                now_up,
-                zero_up,
-                SLICES,
-                GROUPS,
-                KIND,
-                GROUP,
-                E8M0,
-                ZEROS,
-                ROUND,
-                ASSEMBLY,
-            )
+            acc_up = add_products(acc_up, w, xs, now_up, zero_up, FORM)
 
     inside = is_row[:, None] & (m < num_rows)[None, :]
     if NORM:  # the scale of the whole row is applied last
@@ -265,38 +243,24 @@ def multiply(
     early = choice.early if options["PDL"] else 0
     while early > span // slices:
         early //= 2
-    gain, eps = (x, 0.0) if norm is None else norm
+    gain = x if norm is None else norm[0]
     blocks = triton.cdiv(num_outputs, choice.block_n)
     _packed_kernel[(triton.cdiv(num_rows, choice.block_m), blocks * split_k)](
         w_source,
         x_source,
         weight.words,
         gain,
-        bias=x if bias is None else bias,
-        residual=x if residual is None else residual,
         out=out,
-        eps=eps,
-        num_rows=num_rows,
-        num_outputs=num_outputs,
-        num_inputs=num_inputs,
-        num_words=weight.words.shape[1],
         span=span,
         split_k=split_k,
+        **product_arguments(x, weight, mode, bias, activation, norm, residual),
         **scale_arguments(weight, x),
         BLOCK_N=choice.block_n,
         BLOCK_M=choice.block_m,
         WIDTH=width,
-        SLICES=slices,
-        NORM=norm is not None,
-        BIAS=bias is not None,
-        RESIDUAL=residual is not None,
-        MODE=mode,
-        ACTIVATION=int(activation == "gelu_tanh"),
         TMA=tma,
         EARLY=early,
-        DTYPE=_TRITON_DTYPES[x.dtype],
         ROUND=_rounds(choice, mode),
-        ASSEMBLY=not x.is_cpu,
         num_warps=choice.num_warps,
         num_stages=choice.stages,
         **options,

@@ -70,17 +70,18 @@ def factors_of(
     k,
     n,
     inside,
-    KIND: tl.constexpr,
-    GROUPS: tl.constexpr,  # in a span; 0 = scales are of whole rows
-    GROUP: tl.constexpr,
-    ROW_GROUP: tl.constexpr,
-    ZEROS: tl.constexpr,
+    FACTORS: tl.constexpr,  # KIND, GROUPS in a span (0 = of whole rows), GROUP, ROW_GROUP, ZEROS
 ):
     """The scales and the zeros or offsets of the span from column k, each a tuple of 4.
 
     Scales that are integers of 8 bits are multiplied by super scales [ceil(K / 256), N], and so are
     offsets.
     """
+    KIND: tl.constexpr = FACTORS[0]
+    GROUPS: tl.constexpr = FACTORS[1]
+    GROUP: tl.constexpr = FACTORS[2]
+    ROW_GROUP: tl.constexpr = FACTORS[3]
+    ZEROS: tl.constexpr = FACTORS[4]
     SUPER: tl.constexpr = KIND != 3 and scales.dtype.element_ty.primitive_bitwidth == 8
     stride, zero_stride, num_groups = sizes[0], sizes[1], sizes[2]
     s = inside, inside, inside, inside
@@ -116,10 +117,9 @@ def scaled(tile, scales, GROUP: tl.constexpr, E8M0: tl.constexpr):
 
 
 @triton.jit
-def of_spans(
+def _of_spans(
     source,
-    group_stride,
-    row_stride,
+    stride,
     span,
     n,
     inside,
@@ -135,14 +135,14 @@ def of_spans(
     vectors = ()
     for i in tl.static_range(4):
         group = first + i % COUNT
-        at = group[:, None] * group_stride + (n // ROW_GROUP)[None, :] * row_stride
+        at = group[:, None] * stride + (n // ROW_GROUP)[None, :]
         is_in = (group < num_groups)[:, None] & inside[None, :]
         vectors += (tl.load(source + at, mask=is_in, other=0),)
     return vectors
 
 
 @triton.jit
-def fp4_of_spans(
+def _fp4_of_spans(
     source, row_stride, span, n, inside, num_groups, GROUP: tl.constexpr, SPANS: tl.constexpr
 ):
     """Scales [SPANS, BLOCK_N, 64 / GROUP] of each slice of each span of "fp4": a tuple of 4."""
@@ -155,6 +155,44 @@ def fp4_of_spans(
         is_in = (group < num_groups) & inside[None, :, None]
         vectors += (tl.load(source + at, mask=is_in, other=0),)
     return vectors
+
+
+@triton.jit
+def factors_of_spans(
+    scales,
+    zeros,
+    sizes,  # stride of `scales`, stride of `zeros`, number of groups
+    span,
+    n,
+    inside,
+    FACTORS: tl.constexpr,  # as of `factors_of`
+    COLUMNS: tl.constexpr,  # of a span
+    SPANS: tl.constexpr,
+):
+    """The scales and the zeros of SPANS spans, each a tuple of 4: [SPANS, BLOCK_N], or for "fp4"
+    [SPANS, BLOCK_N, 64 / GROUP]."""
+    KIND: tl.constexpr = FACTORS[0]
+    GROUPS: tl.constexpr = FACTORS[1]
+    GROUP: tl.constexpr = FACTORS[2]
+    ROW_GROUP: tl.constexpr = FACTORS[3]
+    ZEROS: tl.constexpr = FACTORS[4]
+    COUNT: tl.constexpr = GROUPS if GROUPS > 0 else 1
+    stride, zero_stride, num_groups = sizes
+    s = inside, inside, inside, inside
+    z = s
+    if KIND == 3:
+        s = _fp4_of_spans(scales, stride, span, n, inside, num_groups, GROUP, SPANS)
+    elif GROUPS > 0:
+        s = _of_spans(
+            *(scales, stride, span, n, inside, num_groups),
+            *(COUNT, COLUMNS, GROUP, ROW_GROUP, SPANS),
+        )
+    if ZEROS:
+        z = _of_spans(
+            *(zeros, zero_stride, span, n, inside, num_groups),
+            *(COUNT, COLUMNS, GROUP, 1, SPANS),
+        )
+    return s, z
 
 
 hash_functions(globals())
