@@ -9,6 +9,7 @@ from torch import Tensor
 from ..device import use_triton
 from ..linear.norm_rope import rms_norm_reference, rotary_embedding_reference
 from ..linear.rotation import Rotation
+from ..operation import operation
 from .paged_rows import Fp8Cache
 from .store_kv import store_kv_reference
 
@@ -57,22 +58,10 @@ def rotary_store_kv_reference(
     return query
 
 
-def rotary_qkv(
-    query: Tensor, key: Tensor, value: Tensor, rotation: Rotation, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`rotary_store_kv` without the cache: query, key and value in `dtype`, ready to be stored."""
-    if use_triton(query):
-        from ..linear.triton.norm_rope import rotary_qkv as rotary_qkv_triton
-
-        out: tuple[Tensor, Tensor, Tensor] = rotary_qkv_triton(query, key, value, rotation, dtype)
-        return out
-    return rotary_qkv_reference(query, key, value, rotation, dtype)
-
-
 def rotary_qkv_reference(
     query: Tensor, key: Tensor, value: Tensor, rotation: Rotation, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The plain version of `rotary_qkv`."""
+    """`rotary_store_kv` without the cache: query, key and value in `dtype`, ready to be stored."""
     if query.dim() == 4:
         query, key, value = (part.sum(0) for part in (query, key, value))
     if rotation.norms is not None:
@@ -82,3 +71,6 @@ def rotary_qkv_reference(
     rotated, key_out = rotary_embedding_reference(query, key, rotation)
     assert key_out is not None
     return rotated.to(dtype), key_out.to(dtype), value.to(dtype)
+
+
+rotary_qkv = operation(rotary_qkv_reference, "query", "..linear.triton.norm_rope")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..device import use_triton
+from ..operation import operation
 from .gather_batch_cpu import post_update_cpu, prepare_inputs_cpu
 from .step_sizes import StepSizes
 
@@ -152,7 +153,7 @@ def prepare_inputs_reference(
     batch.logits_positions[:num_logits] = positions[indices]
 
 
-def gather_block_tables(
+def gather_block_tables_reference(
     block_tables: Sequence[Tensor],  # per group [R, max_blocks_g] int32, rows are slots
     idx_mapping: Tensor,  # [>= N*] int32, batch row -> slot, -1 for padded rows
     out: Sequence[Tensor],  # per group [max N*, max_blocks_g] int32, rows are batch rows
@@ -160,29 +161,18 @@ def gather_block_tables(
     num_reqs_padded: int,
 ) -> None:
     """Copy each request's block table to its batch row; padded rows get the null block 0."""
-    if use_triton(idx_mapping):
-        from .triton.gather_batch import gather_block_tables as gather_block_tables_triton
-
-        gather_block_tables_triton(block_tables, idx_mapping, out, num_reqs, num_reqs_padded)
-    else:
-        gather_block_tables_reference(block_tables, idx_mapping, out, num_reqs, num_reqs_padded)
-
-
-def gather_block_tables_reference(
-    block_tables: Sequence[Tensor],
-    idx_mapping: Tensor,
-    out: Sequence[Tensor],
-    num_reqs: int,
-    num_reqs_padded: int,
-) -> None:
-    """The plain version of `gather_block_tables`."""
     slots = idx_mapping[:num_reqs]
     for table, rows in zip(block_tables, out, strict=True):
         torch.index_select(table, 0, slots, out=rows[:num_reqs])
         rows[num_reqs:num_reqs_padded] = 0
 
 
-def compute_slot_mappings(
+gather_block_tables = operation(
+    gather_block_tables_reference, "idx_mapping", ".triton.gather_batch"
+)
+
+
+def compute_slot_mappings_reference(
     block_tables: Sequence[Tensor],  # per group [>= N*, max_blocks_g] int32, rows are batch rows
     block_sizes: Sequence[int],  # per group
     query_start_loc: Tensor,  # [>= N* + 1] int32
@@ -197,26 +187,6 @@ def compute_slot_mappings(
     The slot is -1, "write nothing", for padded tokens, for positions beyond the table and for
     positions whose table entry is the null block 0.
     """
-    args = (block_tables, block_sizes, query_start_loc, positions, out)
-    if use_triton(positions):
-        from .triton.gather_batch import compute_slot_mappings as compute_slot_mappings_triton
-
-        compute_slot_mappings_triton(*args, num_reqs, num_tokens, num_tokens_padded)
-    else:
-        compute_slot_mappings_reference(*args, num_reqs, num_tokens, num_tokens_padded)
-
-
-def compute_slot_mappings_reference(
-    block_tables: Sequence[Tensor],
-    block_sizes: Sequence[int],
-    query_start_loc: Tensor,
-    positions: Tensor,
-    out: Tensor,
-    num_reqs: int,
-    num_tokens: int,
-    num_tokens_padded: int,
-) -> None:
-    """The plain version of `compute_slot_mappings`."""
     token_rows = torch.arange(num_tokens, device=positions.device, dtype=torch.int32)
     ends = query_start_loc[1 : num_reqs + 1]
     rows = torch.searchsorted(ends, token_rows, right=True)  # [M] token row -> batch row
@@ -229,6 +199,11 @@ def compute_slot_mappings_reference(
         writes = (blocks > 0) & (column < width)
         out[group, :num_tokens] = torch.where(writes, slots, -1)
         out[group, num_tokens:num_tokens_padded] = -1
+
+
+compute_slot_mappings = operation(
+    compute_slot_mappings_reference, "positions", ".triton.gather_batch"
+)
 
 
 def post_update(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..device import use_triton
+from ..operation import operation
 from .gather_batch import BatchTensors, RequestTensors, SampledTokens
 from .step_sizes import StepSizes
 
@@ -126,7 +127,7 @@ def map_padded_slots(
         out[group, :num_tokens] = torch.where(writes, blocks * size + positions % size, -1)
 
 
-def commit_step(
+def commit_step_reference(
     requests: RequestTensors,
     batch: BatchTensors,
     sampled: SampledTokens,  # of N* rows
@@ -139,22 +140,6 @@ def commit_step(
     num_draft_tokens and has_nan. `counts`, which the drafter reads, holds num_sampled and
     num_rejected.
     """
-    if use_triton(packed):
-        from .triton.padded_step import commit_step as commit_step_triton
-
-        commit_step_triton(requests, batch, sampled, packed, counts)
-    else:
-        commit_step_reference(requests, batch, sampled, packed, counts)
-
-
-def commit_step_reference(
-    requests: RequestTensors,
-    batch: BatchTensors,
-    sampled: SampledTokens,
-    packed: Tensor,
-    counts: Tensor,
-) -> None:
-    """The plain version of `commit_step`."""
     token_ids, num_sampled = sampled.sampled_token_ids, sampled.num_sampled
     num_reqs, width = token_ids.shape
     packed[:num_reqs, :width] = token_ids
@@ -183,6 +168,9 @@ def commit_step_reference(
     requests.total_len.copy_((requests.total_len + count).clamp(max=max_len))
     newest = tokens.gather(1, (count.long() - 1).clamp(min=0)[:, None])[:, 0]
     requests.last_sampled_tokens.copy_(torch.where(count > 0, newest, requests.last_sampled_tokens))
+
+
+commit_step = operation(commit_step_reference, "packed", ".triton.padded_step")
 
 
 def slots_of(idx_mapping: Tensor, num_reqs: int) -> tuple[Tensor, Tensor]:

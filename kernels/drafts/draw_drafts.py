@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..batch.padded_step import slots_of
 from ..device import use_triton
+from ..operation import operation
 from ..sampling.sample import DRAFT, gumbel_sample_reference
 
 
@@ -92,7 +93,7 @@ def _keep(kept: Tensor, lines: Tensor, wanted: Tensor, new: Tensor, ids: Tensor 
             kept[line, ids] = torch.where(is_wanted, new[row], kept[line, ids])
 
 
-def take_drafts(
+def take_drafts_reference(
     ids: Tensor,  # [N*] int64, the draft vocabulary's
     of: DraftRows,
     to_target: Tensor | None,  # [draft vocabulary] int64
@@ -101,16 +102,6 @@ def take_drafts(
 
     If the step is K or more, the draft is only the next input: `draft_tokens` has no place for it.
     """
-    if use_triton(ids):
-        from .triton.draw_drafts import take_drafts as take_drafts_triton
-
-        take_drafts_triton(ids, of, to_target)
-    else:
-        take_drafts_reference(ids, of, to_target)
-
-
-def take_drafts_reference(ids: Tensor, of: DraftRows, to_target: Tensor | None) -> None:
-    """The plain version of `take_drafts`."""
     rows = ids.shape[0]
     if to_target is not None:
         ids = to_target[ids]
@@ -120,3 +111,6 @@ def take_drafts_reference(ids: Tensor, of: DraftRows, to_target: Tensor | None) 
     of.decode_ids[:rows] = ids
     of.noise_positions[:rows] += 1
     of.step[:rows] += 1
+
+
+take_drafts = operation(take_drafts_reference, "ids", ".triton.draw_drafts")

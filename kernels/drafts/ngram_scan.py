@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..device import use_triton
+from ..operation import operation
 from .haystack import OUTSIDE, Haystack, Predictions
 
 __all__ = ["Haystack", "Predictions", "ngram_scan", "ngram_scan_cpu", "ngram_scan_reference"]
 
 
-def ngram_scan(
+def ngram_scan_reference(
     haystack: Haystack,
     slots: Tensor,
     lengths: Tensor,
@@ -32,24 +32,7 @@ def ngram_scan(
     slots: [N] int64, batch row -> slot; lengths: [N] int32, known tokens, 0 = propose nothing.
     Returns [N, num_drafts] int64, -1 = no draft.
     """
-    if use_triton(slots):
-        from .triton.ngram_scan import ngram_scan as ngram_scan_triton
-
-        drafts: Tensor = ngram_scan_triton(haystack, slots, lengths, min_n, max_n, num_drafts)
-        return drafts
-    scan = ngram_scan_reference if slots.is_cuda else ngram_scan_cpu
-    return scan(haystack, slots, lengths, min_n, max_n, num_drafts)
-
-
-def ngram_scan_reference(
-    haystack: Haystack,
-    slots: Tensor,
-    lengths: Tensor,
-    min_n: int,
-    max_n: int,
-    num_drafts: int,
-) -> Tensor:
-    """The plain version of `ngram_scan`, with fixed shapes and without waiting for the device."""
+    # Shapes are fixed, and nothing waits for the device.
     tokens = haystack.token_ids[slots].long()  # [N, S]
     length = lengths.long()[:, None]  # [N, 1]
     back = torch.arange(1, max_n + 1, device=slots.device)  # [max_n]
@@ -82,6 +65,9 @@ def ngram_scan_reference(
         drafts = torch.where(preferred, continuation, drafts)
         best = torch.maximum(best, in_prediction)
     return torch.where((best >= min_n) & (length > 0), drafts, -1)
+
+
+ngram_scan = operation(ngram_scan_reference, "slots", ".triton.ngram_scan")
 
 
 def _match_lengths(text: Tensor, suffix: Tensor, outside: int) -> Tensor:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..device import use_triton
+from ..operation import operation
 
 
-def advance_draft_decode(
+def advance_draft_decode_reference(
     positions: Tensor,  # [N*] int64, in place
     seq_lens: Tensor,  # [N*] int32, in place; 0 stays 0 (padded rows)
     max_model_len: int,
@@ -21,22 +21,6 @@ def advance_draft_decode(
     `out_write_positions` receives the positions at which KV is written. It is -1 for padded rows
     and for a request held at the last position, which already has the KV of its own token.
     """
-    args = (positions, seq_lens, max_model_len, out_write_positions)
-    if use_triton(positions):
-        from .triton.prepare_draft import advance_draft_decode as advance_draft_decode_triton
-
-        advance_draft_decode_triton(*args)
-    else:
-        advance_draft_decode_reference(*args)
-
-
-def advance_draft_decode_reference(
-    positions: Tensor,
-    seq_lens: Tensor,
-    max_model_len: int,
-    out_write_positions: Tensor | None = None,
-) -> None:
-    """The plain version of `advance_draft_decode`."""
     live = seq_lens > 0
     positions.add_(live)
     if out_write_positions is not None:
@@ -46,7 +30,12 @@ def advance_draft_decode_reference(
     seq_lens.add_(live).clamp_(max=max_model_len)
 
 
-def map_draft_slots(
+advance_draft_decode = operation(
+    advance_draft_decode_reference, "positions", ".triton.prepare_draft"
+)
+
+
+def map_draft_slots_reference(
     block_tables: Sequence[Tensor],  # per group [>= N*, max_blocks_g] int32, rows are batch rows
     block_sizes: Sequence[int],  # per group
     seq_lens: Tensor,  # [N*] int32, padded 0
@@ -58,23 +47,6 @@ def map_draft_slots(
     It is -1, "write nothing", for padded rows, positions beyond the table and the null block 0. The
     device reads from `seq_lens` which rows are padded, so a graph may hold this.
     """
-    args = (block_tables, block_sizes, seq_lens, write_positions, out)
-    if use_triton(write_positions):
-        from .triton.prepare_draft import map_draft_slots as map_draft_slots_triton
-
-        map_draft_slots_triton(*args)
-    else:
-        map_draft_slots_reference(*args)
-
-
-def map_draft_slots_reference(
-    block_tables: Sequence[Tensor],
-    block_sizes: Sequence[int],
-    seq_lens: Tensor,
-    write_positions: Tensor,
-    out: Tensor,
-) -> None:
-    """The plain version of `map_draft_slots`."""
     rows = write_positions.shape[0]
     positions = write_positions.clamp(min=0)
     for group, (table, size) in enumerate(zip(block_tables, block_sizes, strict=True)):
@@ -82,3 +54,6 @@ def map_draft_slots_reference(
         blocks = table[:rows].gather(1, column.clamp(max=width - 1)[:, None])[:, 0].long()
         writes = (seq_lens > 0) & (write_positions >= 0) & (blocks > 0) & (column < width)
         out[group, :rows] = torch.where(writes, blocks * size + positions % size, -1)
+
+
+map_draft_slots = operation(map_draft_slots_reference, "write_positions", ".triton.prepare_draft")

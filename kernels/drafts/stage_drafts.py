@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..batch.padded_step import rows_of, slots_of
-from ..device import use_triton
+from ..operation import operation
 
 
 class TargetStep(Protocol):
@@ -63,7 +63,7 @@ class DraftBuffers(Protocol):
     step: Tensor  # [R] int64, number of drafts made
 
 
-def stage_draft_rows(
+def stage_draft_rows_reference(
     of: TargetStep,
     requests: DraftedRequests,
     out: DraftBuffers,
@@ -79,24 +79,6 @@ def stage_draft_rows(
     the rows after it get id 0. `allowed` is the request's limit of drafts, less those beyond
     `max_position`, and 0 until its prompt is finished.
     """
-    args = (of, requests, out, num_reqs, num_tokens, max_position)
-    if use_triton(out.input_ids):
-        from .triton.stage_drafts import stage_draft_rows as stage_draft_rows_triton
-
-        stage_draft_rows_triton(*args)
-    else:
-        stage_draft_rows_reference(*args)
-
-
-def stage_draft_rows_reference(
-    of: TargetStep,
-    requests: DraftedRequests,
-    out: DraftBuffers,
-    num_reqs: int,
-    num_tokens: int,
-    max_position: int,
-) -> None:
-    """The plain version of `stage_draft_rows`."""
     live, slots = slots_of(of.idx_mapping, num_reqs)
     num_sampled, num_rejected = of.num_sampled[:num_reqs], of.num_rejected[:num_reqs]
     ends = of.query_start_loc[1 : num_reqs + 1]
@@ -133,7 +115,10 @@ def stage_draft_rows_reference(
     out.step.zero_()
 
 
-def store_draft_rows(
+stage_draft_rows = operation(stage_draft_rows_reference, "out.input_ids", ".triton.stage_drafts")
+
+
+def store_draft_rows_reference(
     of: DraftBuffers,
     most_drafts: Tensor,  # [>= N*] int32, by batch row: the step's limit
     out: Tensor,  # [R, K] int64 by slot
@@ -144,19 +129,6 @@ def store_draft_rows(
 
     Drafts beyond `of.allowed` also become -1 in `of.draft_tokens`.
     """
-    args = (of, most_drafts, out, num_reqs, num_made)
-    if use_triton(out):
-        from .triton.stage_drafts import store_draft_rows as store_draft_rows_triton
-
-        store_draft_rows_triton(*args)
-    else:
-        store_draft_rows_reference(*args)
-
-
-def store_draft_rows_reference(
-    of: DraftBuffers, most_drafts: Tensor, out: Tensor, num_reqs: int, num_made: int
-) -> None:
-    """The plain version of `store_draft_rows`."""
     steps = torch.arange(out.shape[1], device=out.device)
     own = (steps < of.allowed[:num_reqs, None]) & (steps < num_made)
     made = torch.where(own, of.draft_tokens[:num_reqs], -1)
@@ -164,6 +136,9 @@ def store_draft_rows_reference(
     kept = torch.where(steps < most_drafts[:num_reqs, None], made, -1)
     present, rows = _row_of_slot(of.idx_mapping, num_reqs, out.shape[0])
     out.copy_(torch.where(present[:, None], kept[rows], out))
+
+
+store_draft_rows = operation(store_draft_rows_reference, "out", ".triton.stage_drafts")
 
 
 def _row_of_slot(idx_mapping: Tensor, num_reqs: int, num_slots: int) -> tuple[Tensor, Tensor]:

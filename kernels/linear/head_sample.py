@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..device import use_triton
+from ..operation import operation
 from ..sampling.sample import TARGET, gumbel_noise, gumbel_sample_reference, row_keys
 from .linear import linear
 from .linear_choice import Choice, Gemv
@@ -93,24 +94,17 @@ def sample_head_reference(
     return pick_rows_reference(linear(x, weight, None, choice), draws)
 
 
-def pick_rows(logits: Tensor, draws: Draws | None = None) -> tuple[Tensor, Tensor]:
-    """Pick a token for each row of logits [L, V]; otherwise as `sample_head`."""
-    if use_triton(logits):
-        from .triton.head_sample import pick_rows as pick_rows_triton
-
-        result: tuple[Tensor, Tensor] = pick_rows_triton(logits, draws)
-        return result
-    return pick_rows_reference(logits, draws)
-
-
 def pick_rows_reference(logits: Tensor, draws: Draws | None = None) -> tuple[Tensor, Tensor]:
-    """The plain version of `pick_rows`."""
+    """Pick a token for each row of logits [L, V]; otherwise as `sample_head`."""
     if draws is None:
         return logits.argmax(-1), logits.amax(-1).float()
     logits = logits.float()
     heat = torch.where(draws.temperature > 0, draws.temperature, 1.0)[:, None]
     keys = (draws.seeds, draws.positions, draws.salt, draws.greedy)
     return gumbel_sample_reference(logits / heat, *keys), logits.amax(-1)
+
+
+pick_rows = operation(pick_rows_reference, "logits", ".triton.head_sample")
 
 
 def best_of_part(logits: Tensor, draws: Draws | None, first: int) -> Tensor:

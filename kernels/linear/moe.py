@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..device import use_triton
+from ..operation import operation
 from .experts import Experts, ExpertWeights, Routing
 
 
-def select_experts(
+def select_experts_reference(
     logits: Tensor,
     routing: Routing,
     bias: Tensor | None = None,
@@ -27,21 +28,6 @@ def select_experts(
     may hold this. A renormalised softmax equals a softmax over the chosen logits alone. A GPU
     chooses the first of equal experts.
     """
-    if use_triton(logits):
-        from .triton import route
-
-        weights, chosen = route.select_experts(logits, routing, bias, listed)
-        return weights, chosen
-    return select_experts_reference(logits, routing, bias, listed)
-
-
-def select_experts_reference(
-    logits: Tensor,
-    routing: Routing,
-    bias: Tensor | None = None,
-    listed: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The plain version of `select_experts`."""
     if logits.dim() == 3:  # one after the other: the order of torch's sum depends on T
         logits = functools.reduce(torch.add, logits)
     scores = _SCORES[routing.scoring](logits)
@@ -53,6 +39,9 @@ def select_experts_reference(
     if routing.renormalise:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return weights * routing.scale, ids
+
+
+select_experts = operation(select_experts_reference, "logits", ".triton.route")
 
 
 _SCORES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -100,25 +89,15 @@ def run_experts(
     return run_experts_reference(x, experts, weights, ids)
 
 
-def own_experts(ids: Tensor, first: int, count: int, num_rows: Tensor, loads: Tensor) -> Tensor:
+def own_experts_reference(
+    ids: Tensor, first: int, count: int, num_rows: Tensor, loads: Tensor
+) -> Tensor:
     """Keep the ids of the `count` experts from `first` on, as indices from 0; others become -1.
 
     ids: [D * R, k] int32, blocks of R rows, of which the first `num_rows` [D] int32 are real; the
     others get -1 too. Adds the numbers of real pairs to `loads` [1 + count] int64: those of experts
     elsewhere, then those of each expert. No branch depends on data, so a graph may hold this.
     """
-    if use_triton(ids):
-        from .triton import route
-
-        here: Tensor = route.own_experts(ids, first, count, num_rows, loads)
-        return here
-    return own_experts_reference(ids, first, count, num_rows, loads)
-
-
-def own_experts_reference(
-    ids: Tensor, first: int, count: int, num_rows: Tensor, loads: Tensor
-) -> Tensor:
-    """The plain version of `own_experts`."""
     size = ids.shape[0] // num_rows.shape[0]
     place = torch.arange(size, device=ids.device)
     real = (place < num_rows.unsqueeze(1)).view(-1, 1)  # [D * R, 1]
@@ -127,6 +106,9 @@ def own_experts_reference(
     here = torch.where(own, here, -1)
     loads.scatter_add_(0, (here + 1).flatten().long(), real.long().expand(ids.shape).flatten())
     return here
+
+
+own_experts = operation(own_experts_reference, "ids", ".triton.route")
 
 
 def expert_parts(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..device import use_triton
+from ..operation import operation
 from .rotation import Rotation
 
 
@@ -94,30 +95,20 @@ def fused_add_rms_norm_reference(
     return rms_norm_reference(residual, weight, eps), residual
 
 
-def rotary_embedding(
+def rotary_embedding_reference(
     query: Tensor, key: Tensor | None, rotation: Rotation
 ) -> tuple[Tensor, Tensor | None]:
     """Rotate the first `rot_dim` dims of each head by its token's position; norms are left out.
 
     query: [T, Hq, D]; key: [T, Hk, D] or None. Returns both rotated, in the same shapes.
     """
-    if use_triton(query):
-        from .triton import norm_rope as triton_norm_rope
-
-        out: tuple[Tensor, Tensor | None]
-        out = triton_norm_rope.rotary_embedding(query, key, rotation)
-        return out
-    return rotary_embedding_reference(query, key, rotation)
-
-
-def rotary_embedding_reference(
-    query: Tensor, key: Tensor | None, rotation: Rotation
-) -> tuple[Tensor, Tensor | None]:
-    """The plain version of `rotary_embedding`."""
     positions, interleaved = rotation.positions[: query.shape[0]], rotation.interleaved
     cos, sin = rotary_factors(positions, rotation.cos_sin_cache, interleaved)
     rotated_key = None if key is None else apply_rotary(key, cos, sin, interleaved)
     return apply_rotary(query, cos, sin, interleaved), rotated_key
+
+
+rotary_embedding = operation(rotary_embedding_reference, "query", ".triton.norm_rope")
 
 
 def rotary_factors(

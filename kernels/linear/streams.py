@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..device import use_triton
+from ..operation import operation
 from .norm_rope import rms_norm_reference
 
 
@@ -45,7 +46,7 @@ def stream_reference(hidden: Tensor, residual: Tensor | None) -> Tensor:
     return hidden + residual
 
 
-def norm_pair(
+def norm_pair_reference(
     left: Tensor,
     right: Tensor,
     weights: tuple[Tensor, Tensor] | None,
@@ -57,25 +58,12 @@ def norm_pair(
     left: [M, H], or a table [V, H] from which `ids`, [M] int32 or int64, selects rows;
     right: [M, H]; weights: two [H].
     """
-    if use_triton(right):
-        from .triton.streams import norm_pair as norm_pair_triton
-
-        out: Tensor = norm_pair_triton(left, right, weights, eps, ids)
-        return out
-    return norm_pair_reference(left, right, weights, eps, ids)
-
-
-def norm_pair_reference(
-    left: Tensor,
-    right: Tensor,
-    weights: tuple[Tensor, Tensor] | None,
-    eps: float,
-    ids: Tensor | None = None,
-) -> Tensor:
-    """The plain version of `norm_pair`."""
     if ids is not None:
         left = F.embedding(ids, left).to(right.dtype)
     if weights is not None:
         left = rms_norm_reference(left, weights[0], eps)
         right = rms_norm_reference(right, weights[1], eps)
     return torch.cat([left, right], dim=-1)
+
+
+norm_pair = operation(norm_pair_reference, "right", ".triton.streams")

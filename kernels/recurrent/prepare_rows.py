@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..device import use_triton
+from ..operation import operation
 from .rows import BLOCK, COUNT, LAG, LENGTH, SLOT, START, StateTable
 
 
-def prepare_rows(
+def prepare_rows_reference(
     table: StateTable,
     idx_mapping: Tensor,  # [N*] int32, batch row -> slot, -1 for padded rows
     query_start_loc: Tensor,  # [N* + 1] int32
@@ -22,23 +22,6 @@ def prepare_rows(
     It runs once in a step, before the layers. Repeated for the same step without bulk rows it
     finds nothing left to absorb, so that the step can be run again.
     """
-    if use_triton(positions):
-        from .triton import gated_delta
-
-        gated_delta.prepare_rows(table, idx_mapping, query_start_loc, positions, log, out)
-        return
-    prepare_rows_reference(table, idx_mapping, query_start_loc, positions, log, out)
-
-
-def prepare_rows_reference(
-    table: StateTable,
-    idx_mapping: Tensor,
-    query_start_loc: Tensor,
-    positions: Tensor,
-    log: int,
-    out: Tensor,
-) -> None:
-    """The plain version of `prepare_rows`."""
     null = table.values.shape[1] - 1
     is_real = idx_mapping >= 0
     slots = torch.where(is_real, idx_mapping, null).long()  # [N*] batch row -> slot
@@ -53,3 +36,6 @@ def prepare_rows_reference(
     out[COUNT] = counts
     ends = torch.where(counts > log, starts + counts, starts)
     table.values[LENGTH].index_copy_(0, slots, torch.where(is_real, ends, 0))
+
+
+prepare_rows = operation(prepare_rows_reference, "positions", ".triton.gated_delta")

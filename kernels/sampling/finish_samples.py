@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..device import use_triton
+from ..operation import operation
 
 
 class LogitsRows(Protocol):
@@ -24,7 +24,7 @@ class LogitsRows(Protocol):
     def seq_lens(self) -> Tensor: ...  # [N] int32, including this step's tokens
 
 
-def finish_samples(
+def finish_samples_reference(
     emitted: Tensor,
     num_accepted: Tensor,
     largest_raw: Tensor,
@@ -41,24 +41,6 @@ def finish_samples(
     largest_raw: [L] float, the largest raw logit of each row; largest: [L], the same after
     processing, or None if processing forbids no token; prefill_len: [R] int32 by slot.
     """
-    args = (emitted, num_accepted, largest_raw, largest, rows, prefill_len)
-    if use_triton(emitted):
-        from .triton.finish_samples import finish_samples as finish_samples_triton
-
-        result: tuple[Tensor, Tensor, Tensor] = finish_samples_triton(*args)
-        return result
-    return finish_samples_reference(*args)
-
-
-def finish_samples_reference(
-    emitted: Tensor,
-    num_accepted: Tensor,
-    largest_raw: Tensor,
-    largest: Tensor | None,
-    rows: LogitsRows,
-    prefill_len: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The plain version of `finish_samples`."""
     slots, cu_num_logits = rows.idx_mapping, rows.cu_num_logits
     samples = (rows.seq_lens >= prefill_len[slots]) & (slots >= 0)  # [N]
     num_logits = cu_num_logits[1:] - cu_num_logits[:-1]
@@ -78,3 +60,6 @@ def finish_samples_reference(
         of_request = torch.zeros_like(num_accepted)
         bad = of_request.index_add_(0, batch_rows, (bad & emits).long()) > 0
     return num_sampled, num_rejected, bad & samples
+
+
+finish_samples = operation(finish_samples_reference, "emitted", ".triton.finish_samples")

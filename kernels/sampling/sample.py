@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..device import use_triton
+from ..operation import operation
 from .random_streams import (
     ACCEPT,
     DRAFT,
@@ -33,7 +33,7 @@ _LOW = 0xFFFFFFFF
 _CHUNK = 1 << 18  # elements of noise made at once: temporaries stay in the CPU's cache
 
 
-def gumbel_sample(
+def gumbel_sample_reference(
     logits: Tensor,
     seeds: Tensor,
     positions: Tensor,
@@ -46,22 +46,6 @@ def gumbel_sample(
     row's input token; salt: one of the module's salts, or [L] int64; greedy: [L] bool, rows that
     get no noise.
     """
-    if use_triton(logits):
-        from .triton.sample import gumbel_sample as gumbel_sample_triton
-
-        tokens: Tensor = gumbel_sample_triton(logits, seeds, positions, salt, greedy)
-        return tokens
-    return gumbel_sample_reference(logits, seeds, positions, salt, greedy)
-
-
-def gumbel_sample_reference(
-    logits: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    salt: int | Tensor,
-    greedy: Tensor | None = None,
-) -> Tensor:
-    """The plain version of `gumbel_sample`."""
     keys = row_keys(seeds, positions, salt)
     num_rows, vocab_size = logits.shape
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
@@ -73,6 +57,9 @@ def gumbel_sample_reference(
             noise.masked_fill_(greedy[rows, None], 0.0)
         torch.argmax(noise.add_(logits[rows]), dim=-1, out=tokens[rows])
     return tokens
+
+
+gumbel_sample = operation(gumbel_sample_reference, "logits", ".triton.sample")
 
 
 def uniform(seeds: Tensor, positions: Tensor, salt: int) -> Tensor:

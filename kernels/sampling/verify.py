@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..device import use_triton
+from ..operation import operation
 from .sample import ACCEPT, RECOVERY, TARGET, gumbel_sample_reference, uniform
 from .verify_rows import VerifyRows
 
@@ -25,7 +26,7 @@ __all__ = [
 ]
 
 
-def rejection_sample(rows: VerifyRows) -> tuple[Tensor, Tensor]:
+def rejection_sample_reference(rows: VerifyRows) -> tuple[Tensor, Tensor]:
     """Accept each draft with probability min(1, p / q); at the first rejection, draw from
     max(p - q, 0), normalised.
 
@@ -34,16 +35,6 @@ def rejection_sample(rows: VerifyRows) -> tuple[Tensor, Tensor]:
     A seeded request accepts by its `drawn` tokens, as in `emit_matching`.
     Source: Leviathan et al. 2023, Chen et al. 2023.
     """
-    if use_triton(rows.logits):
-        from .triton.verify import rejection_sample as rejection_sample_triton
-
-        result: tuple[Tensor, Tensor] = rejection_sample_triton(rows)
-        return result
-    return rejection_sample_reference(rows)
-
-
-def rejection_sample_reference(rows: VerifyRows) -> tuple[Tensor, Tensor]:
-    """The plain version of `rejection_sample`."""
     rows = _scaled(rows)
     log_z = rows.logits.logsumexp(-1, keepdim=True)  # [L, 1], log p = logits - log_z
     log_q = draft_log_probs(rows)  # [L, V], None = one-hot
@@ -79,6 +70,9 @@ def rejection_sample_reference(rows: VerifyRows) -> tuple[Tensor, Tensor]:
     return emitted, torch.where(seeded, num_own, num_accepted)
 
 
+rejection_sample = operation(rejection_sample_reference, "rows.logits", ".triton.verify")
+
+
 def _scaled(rows: VerifyRows) -> VerifyRows:
     """The same rows, with their logits divided by the temperature."""
     if rows.temperature is None:
@@ -87,22 +81,12 @@ def _scaled(rows: VerifyRows) -> VerifyRows:
     return replace(rows, logits=rows.logits.float() / heat, temperature=None)
 
 
-def emit_matching(rows: VerifyRows, drawn: Tensor) -> tuple[Tensor, Tensor]:
+def emit_matching_reference(rows: VerifyRows, drawn: Tensor) -> tuple[Tensor, Tensor]:
     """Accept drafts while they equal the target's drawn tokens, then emit the next drawn token.
 
     drawn: [L] int64. Returns the emitted tokens [N, K + 1] int64 and the number of accepted drafts
     [N] int64.
     """
-    if use_triton(drawn):
-        from .triton.emit_drawn import emit_matching as emit_matching_triton
-
-        result: tuple[Tensor, Tensor] = emit_matching_triton(rows, drawn)
-        return result
-    return emit_matching_reference(rows, drawn)
-
-
-def emit_matching_reference(rows: VerifyRows, drawn: Tensor) -> tuple[Tensor, Tensor]:
-    """The plain version of `emit_matching`."""
     if rows.has_drafts:
         accepted = drawn == rows.draft_ids
         num_accepted = count_accepted(accepted, rows.cu_num_logits, rows.local_pos)
@@ -110,6 +94,9 @@ def emit_matching_reference(rows: VerifyRows, drawn: Tensor) -> tuple[Tensor, Te
         num_accepted = torch.zeros_like(drawn)
     tokens = drawn[rows.cu_num_logits[:-1] + num_accepted]
     return emit_tokens(rows, tokens, num_accepted), num_accepted
+
+
+emit_matching = operation(emit_matching_reference, "drawn", ".triton.emit_drawn")
 
 
 def emit_by_chance(rows: VerifyRows, drawn: Tensor, rates: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,27 +10,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...device import use_triton
+from ...operation import operation
 from .pages import Compressor, Pages, TokenRows
 from .tail_rotary import tail_rotary_reference
 
 
-def compress(rule: Compressor, pending: Pages, tokens: TokenRows, entries: Pages) -> None:
+def compress_reference(rule: Compressor, pending: Pages, tokens: TokenRows, entries: Pages) -> None:
     """Write an entry for each window that this pass completes.
 
     The pending rows of this pass must have been written. `tokens` and both slot mappings are of the
     same M token rows; a token without a slot writes nothing.
     """
-    if use_triton(entries.cache):
-        from .triton.compress import compress as compress_triton
-
-        compress_triton(rule, pending, tokens, entries)
-        return
-    compress_reference(rule, pending, tokens, entries)
-
-
-def compress_reference(rule: Compressor, pending: Pages, tokens: TokenRows, entries: Pages) -> None:
-    """The plain version of `compress`; it waits for the device."""
+    # This plain version waits for the device.
     ratio = rule.entry_tokens
     completes = ((tokens.positions + 1) % ratio == 0) & (entries.slot_mapping >= 0)
     done = completes.nonzero().squeeze(1)  # [n] token rows
@@ -38,6 +29,9 @@ def compress_reference(rule: Compressor, pending: Pages, tokens: TokenRows, entr
         return
     found = entries_of(rule, pending, tokens.requests[done], tokens.positions[done])
     entries.write(entries.slot_mapping[done] // ratio, found)
+
+
+compress = operation(compress_reference, "entries.cache", ".triton.compress")
 
 
 def entries_of(rule: Compressor, pending: Pages, requests: Tensor, last: Tensor) -> Tensor:

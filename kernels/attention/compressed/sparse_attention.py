@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...device import use_triton
+from ...operation import operation
 from .pages import Pages, SlotList
 
 _TOKENS = 32  # of the plain version at a time, since each gathers all of its rows
 
 
-def sparse_attention(
+def sparse_attention_reference(
     query: Tensor,
     raw: Pages,
     window: SlotList,
@@ -29,26 +29,6 @@ def sparse_attention(
 
     query: [M, H, D]; sinks: [H] float32; `dim_v` is D if it is None. Returns [M, H, dim_v].
     """
-    args = (query, raw, window, entries, chosen, sinks, scale, dim_v)
-    if use_triton(query):
-        from .triton.sparse_attention import sparse_attention as sparse_attention_triton
-
-        out: Tensor = sparse_attention_triton(*args)
-        return out
-    return sparse_attention_reference(*args)
-
-
-def sparse_attention_reference(
-    query: Tensor,
-    raw: Pages,
-    window: SlotList,
-    entries: Pages | None,
-    chosen: SlotList | None,
-    sinks: Tensor | None,
-    scale: float,
-    dim_v: int | None = None,
-) -> Tensor:
-    """The plain version of `sparse_attention`."""
     size = query.shape[2] if dim_v is None else dim_v
     out = query.new_empty((*query.shape[:2], size))
     lists = [(raw, window.slots)]
@@ -67,3 +47,6 @@ def sparse_attention_reference(
             shares = torch.cat((scores, sink), dim=2).softmax(dim=2)[..., :-1]
         out[part] = torch.bmm(shares, rows[..., :size]).to(query.dtype)
     return out
+
+
+sparse_attention = operation(sparse_attention_reference, "query", ".triton.sparse_attention")

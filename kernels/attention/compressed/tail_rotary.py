@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...device import use_triton
 from ...linear.norm_rope import apply_rotary, rms_norm_reference, rotary_factors
+from ...operation import operation
 
 
-def tail_rotary(
+def tail_rotary_reference(
     x: Tensor,
     positions: Tensor,
     cos_sin_cache: Tensor,
@@ -27,26 +27,12 @@ def tail_rotary(
     first. With `eps` each head is RMS-normed first, with `weight` [D] float32 or without one.
     `inverse` rotates by the negative angle. Returns [M, heads, D], contiguous.
     """
-    if use_triton(x):
-        from .triton.tail_rotary import tail_rotary as tail_rotary_triton
-
-        out: Tensor = tail_rotary_triton(x, positions, cos_sin_cache, eps, weight, inverse)
-        return out
-    return tail_rotary_reference(x, positions, cos_sin_cache, eps, weight, inverse)
-
-
-def tail_rotary_reference(
-    x: Tensor,
-    positions: Tensor,
-    cos_sin_cache: Tensor,
-    eps: float | None = None,
-    weight: Tensor | None = None,
-    inverse: bool = False,
-) -> Tensor:
-    """The plain version of `tail_rotary`."""
     if eps is not None:
         x = rms_norm_reference(x, weight, eps)
     cos, sin = rotary_factors(positions, cos_sin_cache, interleaved=True)
     rest = x.shape[-1] - cos_sin_cache.shape[-1]
     tail = apply_rotary(x[..., rest:], cos, -sin if inverse else sin, interleaved=True)
     return torch.cat((x[..., :rest], tail), dim=-1)
+
+
+tail_rotary = operation(tail_rotary_reference, "x", ".triton.tail_rotary")

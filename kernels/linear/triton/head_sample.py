@@ -213,7 +213,7 @@ def _best_of_block_kernel(
     tl.store(largest + at, top)
 
 
-def pick_rows(logits: Tensor, draws: Any) -> tuple[Tensor, Tensor]:
+def pick_rows(logits: Tensor, draws: Any = None) -> tuple[Tensor, Tensor]:
     """See `kernels.linear.head_sample.pick_rows`."""
     return _best_of_blocks(logits, draws, 0).finish()
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.kernels import operation
 from slipstream.kernels.batch import gather_batch, padded_step
 from slipstream.kernels.batch.step_sizes import StepSizes
 from slipstream.kernels.linear import head_sample
@@ -32,8 +33,8 @@ def triton(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture(autouse=True)
 def chosen(triton: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(padded_step, "use_triton", lambda tensor: triton)
-    monkeypatch.setattr(head_sample, "use_triton", lambda tensor: triton)
+    for module in (padded_step, head_sample, operation):
+        monkeypatch.setattr(module, "use_triton", lambda tensor: triton)
 
 
 def step(seed: int, num_reqs: int, length: int) -> tuple[SimpleNamespace, SimpleNamespace]:

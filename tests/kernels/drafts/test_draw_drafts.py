@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.kernels import operation
 from slipstream.kernels.drafts import draw_drafts as kernels
 from slipstream.kernels.sampling.sample import DRAFT, gumbel_sample_reference
 
@@ -25,7 +26,8 @@ def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     triton = request.param == "triton"
     if triton:
         request.getfixturevalue("triton_interpreter")
-    monkeypatch.setattr(kernels, "use_triton", lambda tensor: triton)
+    for module in (kernels, operation):
+        monkeypatch.setattr(module, "use_triton", lambda tensor: triton)
 
 
 def drafter() -> SimpleNamespace:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from slipstream.kernels import operation
 from slipstream.kernels.drafts import stage_drafts
 
 SLOTS, MAX_REQS, TOKENS, K, VOCAB, MAX_POSITION, POISON = 7, 6, 40, 3, 50, 30, 77
@@ -18,7 +19,7 @@ def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     triton = request.param == "triton"
     if triton:
         request.getfixturevalue("triton_interpreter")
-    monkeypatch.setattr(stage_drafts, "use_triton", lambda tensor: triton)
+    monkeypatch.setattr(operation, "use_triton", lambda tensor: triton)
 
 
 def a_step(seed: int, num_reqs: int) -> tuple[SimpleNamespace, SimpleNamespace, list[int]]:
