@@ -1,7 +1,8 @@
 """Chooses the linear kernel for a shape and GPU, and stores measured choices on disk.
 
 A choice comes from measurements with the same GPU model and the same kernels, or else from the
-built-in table or rule for Hopper GPUs, or else torch computes the layer. `linear_tune` measures.
+built-in table or rule for Hopper GPUs, or else torch computes the layer. The scripts of `tests/lab`
+measure.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""CUDA graphs: capture, dispatch and replay; a recorder replaces them on the CPU."""
+"""CUDA graphs: capture, dispatch and replay."""

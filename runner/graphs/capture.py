@@ -1,7 +1,7 @@
 """Graphs of one device: recording, replay, and the memory pool that they share.
 
-`CudaGraphs` records with torch.cuda, `recorder.RecordedGraphs` on the CPU. Nothing here knows
-models or batches.
+`CudaGraphs` records with torch.cuda; tests record on the CPU. Nothing here knows models or
+batches.
 """
 
 from __future__ import annotations

@@ -20,10 +20,11 @@ from slipstream.kernels.linear.linear_choice import (
     default_choice,
     fits,
 )
-from slipstream.kernels.linear.linear_tune import relative_error
 from slipstream.kernels.linear.linear_tuned import create_chooser
 from slipstream.kernels.linear.rotation import Rotation
 from slipstream.kernels.sampling import sample
+
+from ..lab.linear_tune import relative_error
 
 pytestmark = [
     pytest.mark.gpu,

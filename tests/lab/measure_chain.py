@@ -25,6 +25,7 @@ from dataclasses import astuple, dataclass, field
 from functools import partial
 from typing import Any
 
+import linear_tune
 import torch
 from torch import Tensor
 from triton.runtime.errors import TritonError
@@ -33,7 +34,7 @@ from slipstream.kernels.attention.paged_rows import AttentionRule, PagedRows
 from slipstream.kernels.attention.rotary_attention import rotary_attention
 from slipstream.kernels.compile_ahead import ForkingExecutor, compiling_only, without_gpu
 from slipstream.kernels.device import Card
-from slipstream.kernels.linear import head_sample, linear_tune
+from slipstream.kernels.linear import head_sample
 from slipstream.kernels.linear.linear_choice import H100_WINNERS, Choice, Gemv, bucket_of
 from slipstream.kernels.linear.rotation import Rotation
 from slipstream.runner.attention.base import CommonAttentionMetadata

@@ -20,11 +20,12 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import linear_tune
 import torch
 from torch import Tensor
 
 from slipstream.kernels import launch
-from slipstream.kernels.linear import head_sample, linear, linear_tune
+from slipstream.kernels.linear import head_sample, linear
 from slipstream.kernels.linear.linear_choice import H100_WINNERS, Choice, Gemv, Shape
 from slipstream.kernels.linear.linear_tuned import LinearChooser, card_name, create_chooser
 from slipstream.kernels.linear.norm_rope import rms_norm

@@ -18,9 +18,9 @@ from functools import partial
 from multiprocessing import get_context
 
 import torch
+from linear_tune import layer_call, time_in_graph
 
 from slipstream.kernels.linear.linear_choice import Shape, Skinny
-from slipstream.kernels.linear.linear_tune import layer_call, time_in_graph
 
 SHAPES = (
     *(Shape("qkv", 6144, 4096), Shape("o", 4096, 4096)),

@@ -21,10 +21,10 @@ import sys
 from functools import partial
 from typing import Any
 
+import linear_tune
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear import linear_tune
 from slipstream.kernels.linear.experts import ExpertWeights, PackedExperts, Routing
 from slipstream.kernels.linear.linear import linear_parts
 from slipstream.kernels.linear.linear_choice import Shape

@@ -27,12 +27,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import linear_tune
 import torch
 from torch import Tensor
 
 from slipstream.kernels.compile_ahead import ForkingExecutor, compiling_only, without_gpu
 from slipstream.kernels.device import Card
-from slipstream.kernels.linear import linear_tune
 from slipstream.kernels.linear.linear_choice import H100_WINNERS, Gemv, Shape, Skinny
 from slipstream.kernels.packed.kinds import PackedChoice, Quantised, Row, format_name
 from slipstream.kernels.packed.linear import (

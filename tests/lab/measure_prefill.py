@@ -16,13 +16,13 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from linear_tune import time_in_graph
 from torch import Tensor
 from triton.errors import TritonError
 
 from slipstream.kernels.attention.paged_rows import AttentionRule, PagedRows
 from slipstream.kernels.attention.triton.paged_attention import _attend
 from slipstream.kernels.attention.triton.prefill import Tiles, prefill_attention
-from slipstream.kernels.linear.linear_tune import time_in_graph
 
 HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16
 TILES = (

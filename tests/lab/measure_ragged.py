@@ -17,6 +17,7 @@ from functools import partial
 from multiprocessing import get_context
 
 import torch
+from linear_tune import time_in_graph
 from torch import Tensor
 
 from slipstream.kernels.attention.paged_rows import AttentionRule, PagedRows
@@ -24,7 +25,6 @@ from slipstream.kernels.attention.triton.attention_plan import Launch, num_proce
 from slipstream.kernels.attention.triton.prefill import prefill_attention
 from slipstream.kernels.attention.triton.rotary_attention import rotary_attention
 from slipstream.kernels.linear.linear import GATED
-from slipstream.kernels.linear.linear_tune import time_in_graph
 from slipstream.kernels.linear.norm_rope import fused_add_rms_norm
 from slipstream.kernels.linear.rotation import Rotation
 

@@ -22,9 +22,9 @@ from dataclasses import astuple
 from pathlib import Path
 
 import torch
+from linear_tune import best_of, layer_call, measure
 
 from slipstream.kernels.linear.linear_choice import BUCKETS, Choice, Gemv, Shape, Skinny
-from slipstream.kernels.linear.linear_tune import best_of, layer_call, measure
 from slipstream.kernels.linear.linear_tuned import card_name, save_tuned
 
 BF16 = torch.bfloat16

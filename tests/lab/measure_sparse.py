@@ -11,12 +11,12 @@ from functools import partial
 from unittest.mock import patch
 
 import torch
+from linear_tune import time_in_graph
 from torch import Tensor
 
 from slipstream.kernels.attention.compressed.pages import Pages, SlotList
 from slipstream.kernels.attention.compressed.triton import sparse_attention as module
 from slipstream.kernels.attention.triton.attention_plan import num_processors, num_splits
-from slipstream.kernels.linear.linear_tune import time_in_graph
 
 CUDA = torch.device("cuda")
 LAYERS = 8  # each with a cache of its own, so that rows come from memory

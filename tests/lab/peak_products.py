@@ -12,8 +12,7 @@ import subprocess
 from functools import partial
 
 import torch
-
-from slipstream.kernels.linear.linear_tune import time_in_graph
+from linear_tune import time_in_graph
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 ROWS = (64, 128, 192, 256, 384, 512, 768, 1024)

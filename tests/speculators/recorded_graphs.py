@@ -30,10 +30,10 @@ from slipstream.runner.attention.base import (
 from slipstream.runner.drafters.draft_graphs import DraftGraphs
 from slipstream.runner.graphs import settings
 from slipstream.runner.graphs.manager import CudaGraphManager
-from slipstream.runner.graphs.recorder import RecordedGraphs
 from slipstream.runner.models import moe
 from slipstream.runner.startup import assembly as startup
 
+from ..runner.graphs.recorder import RecordedGraphs
 from .tiny_engine import TinyEngine
 
 

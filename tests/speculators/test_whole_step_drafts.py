@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from slipstream.configs.graphs import BatchExecutionDescriptor, StepMode
 from slipstream.configs.schema import SpeculativeConfig
 from slipstream.runner.attention.base import CommonAttentionMetadata
-from slipstream.runner.graphs.recorder import RecordedGraph
 from slipstream.runner.messages import AbortRequests, AddRequest, SamplingParams
 from slipstream.speculators.autoregressive import AutoRegressiveSpeculator
 
+from ..runner.graphs.recorder import RecordedGraph
 from .all_drafters import Drafters
 from .recorded_graphs import GraphEngine, TensorBackend, TensorBuilder, TensorMetadata, graph_engine
 from .recorded_proposals import Proposals, recorded_proposals

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.kernels.linear import linear_tune, linear_tuned
+from slipstream.kernels.linear import linear_tuned
 from slipstream.kernels.linear.linear_choice import (
     BUCKETS,
     H100_WINNERS,
@@ -28,6 +28,8 @@ from slipstream.kernels.linear.linear_tuned import (
     load_tuned,
     save_tuned,
 )
+
+from ...lab import linear_tune
 
 QKV, HEAD = Shape("qkv", 6144, 4096), Shape("head", 128256, 4096)
 FOUND: dict[tuple[Shape, int], Choice] = {

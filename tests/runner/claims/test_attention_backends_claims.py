@@ -28,7 +28,8 @@ from slipstream.runner.attention.triton import TritonBackend
 from slipstream.runner.claims.case import ClaimSetup, ClaimTrial, check_claim
 from slipstream.runner.claims.claims import LoweredClaim
 from slipstream.runner.graphs.capture import GraphPool
-from slipstream.runner.graphs.recorder import RecordedGraphs
+
+from ..graphs.recorder import RecordedGraphs
 
 CPU = torch.device("cpu")
 

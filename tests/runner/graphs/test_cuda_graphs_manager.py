@@ -26,7 +26,8 @@ from slipstream.runner.graphs.manager import (
     relative_error,
 )
 from slipstream.runner.graphs.piecewise import BreakableState
-from slipstream.runner.graphs.recorder import HostReadDuringCapture, RecordedGraphs
+
+from .recorder import HostReadDuringCapture, RecordedGraphs
 
 pytestmark = pytest.mark.usefixtures("frozen_again")
 

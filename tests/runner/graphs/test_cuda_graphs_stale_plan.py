@@ -23,7 +23,8 @@ from slipstream.runner.attention.base import (
 from slipstream.runner.claims.claims import ClaimCase, LoweredClaim, verify_claim
 from slipstream.runner.graphs.capture import GraphPool
 from slipstream.runner.graphs.manager import CudaGraphManager, RebuiltStates
-from slipstream.runner.graphs.recorder import RecordedGraph, RecordedGraphs
+
+from .recorder import RecordedGraph, RecordedGraphs
 
 MAX_REQS = 8
 DUMMY_LEN, REAL_LENS = 1, [64, 300, 4096, 7]

@@ -17,11 +17,12 @@ from tiny_target import VOCAB, Oracle, TinySetup, make_runner, tiny_llama
 from slipstream.configs.graphs import CUDAGraphMode
 from slipstream.runner.batch.staging import StagingPool
 from slipstream.runner.graphs.manager import CudaGraphManager
-from slipstream.runner.graphs.recorder import RecordedGraphs
 from slipstream.runner.messages import SamplingParams
 from slipstream.runner.scheduling.plan import NewRequest, ScheduledRow, StepPlan
 from slipstream.runner.step.model_runner import ModelRunner
 from slipstream.runner.step.token_graphs import TokenGraphs
+
+from ..graphs.recorder import RecordedGraphs
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 

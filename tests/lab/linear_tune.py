@@ -1,8 +1,7 @@
 """Measures which kernel computes a linear layer of few rows fastest on this GPU.
 
-A script runs it (see tests/lab/measure_linear.py), not the server. Each candidate runs in a CUDA
-graph over enough copies of the weights that none stays in the cache. Candidates with wrong results
-are discarded.
+`measure_linear.py` and other scripts run it. Each candidate runs in a CUDA graph over enough copies
+of the weights that none stays in the cache. Candidates with wrong results are discarded.
 """
 
 from __future__ import annotations
@@ -16,9 +15,22 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from .linear import gated_linear, gated_linear_reference, linear, linear_parts, linear_reference
-from .linear_choice import Choice, Gemv, Shape, Skinny, default_choice, fits
-from .linear_tuned import card_name, save_tuned
+from slipstream.kernels.linear.linear import (
+    gated_linear,
+    gated_linear_reference,
+    linear,
+    linear_parts,
+    linear_reference,
+)
+from slipstream.kernels.linear.linear_choice import (
+    Choice,
+    Gemv,
+    Shape,
+    Skinny,
+    default_choice,
+    fits,
+)
+from slipstream.kernels.linear.linear_tuned import card_name, save_tuned
 
 logger = logging.getLogger(__name__)
 TUNED_ROWS = (1, 16, 32, 64)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .capture import Graph
+from slipstream.runner.graphs.capture import Graph
 
 _aten = torch.ops.aten
 
