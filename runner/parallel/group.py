@@ -3,6 +3,10 @@
 A rank that dies, or whose tokens differ, ends the group: `check` raises one sentence, and if the
 main thread hangs in a collective that will never end, the process ends itself. The server then
 starts a new worker, and with it a new group.
+
+A GPU whose sum waits for a rank that is gone waits until its process ends, because no call stops a
+running kernel. So a group never asks such ranks to stop: SIGKILL and `os._exit` do not wait for the
+device, and the driver ends a dead process's kernels.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import zmq
 
@@ -116,7 +120,7 @@ class RankGroup:
         return self._meeting.host
 
     def send(self, command: Command) -> None:
-        """Send a command to every other rank. Never waits."""
+        """Send a command to every other rank. Waits only for ranks that have not connected."""
         packet = encoder.encode(command)
         for commands in self._commands:
             commands.send(packet)
@@ -156,7 +160,9 @@ class RankGroup:
         self._stopping.set()
         self._watcher.join()
         if self._failure is None:
-            self.send(Stop())
+            for commands in self._commands:
+                with suppress(zmq.Again):  # a rank that is gone; `send` would wait for ever
+                    commands.send(encoder.encode(Stop()), zmq.NOBLOCK)
             self._processes.wait(_STOP_SECONDS)
         self._end()
 

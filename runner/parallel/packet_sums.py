@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...kernels.linear.packets.memory import PROGRAMS, PacketMemory, gather_fits, packets_fit
-from ...kernels.linear.packets.rank_gather import gather_packets
-from ...kernels.linear.packets.rank_sums import sum_packets
+from ...kernels.linear.packets.rank_gather import compile_gather, gather_packets
+from ...kernels.linear.packets.rank_sums import compile_sum, sum_packets
 from .small_sums import all_can
 
 _KIB = 1 << 10
@@ -58,8 +58,20 @@ class PacketSums:
 
 def silent_packets(size: int, device: torch.device) -> PacketSums:
     """Sums without other ranks, for models of meta tensors: as those of the first rank."""
+    return PacketSums(_no_memory(0, size, device))
+
+
+def _no_memory(rank: int, size: int, device: torch.device) -> PacketMemory:
+    """What stands for the memory where kernels are only compiled."""
     empty = torch.empty(0, dtype=torch.int64, device=device)
-    return PacketSums(PacketMemory(0, size, empty, (1 << 40,) * size, empty.int()))
+    return PacketMemory(rank, size, empty, (1 << 40,) * size, empty.int())
+
+
+def trial_of(rank: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What a rank adds in the trial, and the sum of all: [rows, width], exact in bf16."""
+    rows, width = _TRIAL
+    one = torch.arange(rows * width, device=device).view(rows, width) % 7
+    return (one * (rank + 1)).bfloat16(), (one * (size * (size + 1) // 2)).bfloat16()
 
 
 def open_packet_sums(
@@ -69,47 +81,56 @@ def open_packet_sums(
     least: Callable[[Sequence[int]], list[int]],
     group: Any = None,
 ) -> PacketSums | None:
-    """Exchange memory with the other ranks of a process group, and try a sum.
+    """Compile the kernels, exchange memory with the other ranks of a process group, and try sums.
 
     The GPUs must be able to share memory (`small_sums` has tried it). All ranks return None, and
     log why, if one of them cannot. Arguments: see `small_sums.open_small_sums`.
     """
     made: list[Any] = []
 
-    def exchange() -> None:
+    def compile_kernels() -> None:
+        made.extend(trial_of(rank, size, device))
+        memory = _no_memory(rank, size, device)
+        compile_sum(made[0], memory, torch.bfloat16)
+        compile_gather(made[0].float(), memory)
+
+    def allocate() -> None:
         import torch.distributed._symmetric_memory as symmetric
 
         count = PacketMemory.num_bytes(size)
         mine = symmetric.empty(count, dtype=torch.uint8, device=device)
         mine.zero_()
+        made.extend((mine, torch.zeros(PROGRAMS, dtype=torch.int32, device=device)))
+        torch.cuda.synchronize(device)  # nobody writes to memory that its owner has not cleared
+
+    def exchange() -> None:
+        import torch.distributed._symmetric_memory as symmetric
+
+        _, _, mine, sums = made
         own: Any = dist.group.WORLD if group is None else group
         handle = symmetric.rendezvous(mine, own.group_name)
-        torch.cuda.synchronize(device)
-        dist.barrier(group=group)  # nobody writes to memory that its owner has not cleared
         peers = tuple(int(address) for address in handle.buffer_ptrs)
-        sums = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
         memory = PacketMemory(rank, size, mine.view(torch.int64), peers, sums)
         made.extend((handle, PacketSums(memory)))
 
     def try_out() -> None:
-        rows, width = _TRIAL
-        x = torch.arange(rows * width, device=device).view(rows, width) % 61 * (rank + 1)
-        expected = x.clone()
-        dist.all_reduce(expected, group=group)
-        for _ in range(3):  # both halves of the memory, and the first one again
-            got = made[1].sum(x.bfloat16(), torch.bfloat16)
-            if not torch.equal(got.long(), expected):
-                raise RuntimeError("the sums are wrong")
-            parts = made[1].gather(x.float())
-            if not torch.equal(parts.sum(0).long(), expected):
-                raise RuntimeError("what is gathered is wrong")
+        x, expected = made[:2]
+        # Both halves of the memory, and the first one again. A rank that stopped at a wrong sum
+        # would leave the others waiting in the next one.
+        sums = [made[-1].sum(x, torch.bfloat16) for _ in range(3)]
+        parts = [made[-1].gather(x.float()) for _ in range(3)]
+        if not all(torch.equal(got, expected) for got in sums):
+            raise RuntimeError("the sums are wrong")
+        if not all(torch.equal(got.sum(0).bfloat16(), expected) for got in parts):
+            raise RuntimeError("what is gathered is wrong")
 
-    if not all_can(
-        (exchange, try_out),
-        least,
-        "sums over the GPUs take several kernels, which is slower",
-        "another rank could not exchange packets",
-    ):
+    loss = "sums over the GPUs take several kernels, which is slower"
+    # Compilation comes first: the kernels of the other ranks would wait for a rank that fails.
+    other = "another rank could not compile the kernels"
+    if not all_can((compile_kernels,), least, loss, other, seconds=None):
         return None
-    sums: PacketSums = made[1]
+    steps = (allocate, exchange, try_out)
+    if not all_can(steps, least, loss, "another rank could not exchange packets"):
+        return None
+    sums: PacketSums = made[-1]
     return sums

@@ -11,13 +11,17 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from ..process import end_now
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +37,7 @@ _ONE_SHOT_OF_MANY = 256 * _KIB
 _TWO_SHOT_BYTES = 4096 * _KIB
 _MAX_SIZE = 8  # GPUs
 _TRIAL = 4096  # numbers
+_TRIAL_SECONDS = 120.0  # it takes less than one
 
 
 def way_of(size: int, num_bytes: int, dtype: torch.dtype) -> Way:
@@ -100,19 +105,21 @@ def open_small_sums(
 
         made.append(symmetric)
         made.append(symmetric.empty(_TWO_SHOT_BYTES, dtype=torch.uint8, device=device))
+        numbers = torch.arange(_TRIAL, device=device, dtype=torch.float32)
+        made.append(numbers * (dist.get_rank(group) + 1))
+        made.append(numbers * (size * (size + 1) // 2))
 
     def exchange() -> None:
-        symmetric, buffer = made
+        symmetric, buffer = made[:2]
         own: Any = dist.group.WORLD if group is None else group
         symmetric.rendezvous(buffer, own.group_name)
         made.append(SmallSums(size, buffer, own.group_name))
 
     def try_out() -> None:
-        x = torch.arange(_TRIAL, device=device, dtype=torch.float32) * (dist.get_rank() + 1)
-        expected = x.clone()
-        dist.all_reduce(expected, group=group)
+        x, expected, small = made[2:]
         ways: list[Way] = ["one_shot", "two_shot"]
-        if not all(torch.equal(made[2].by(way, x), expected) for way in ways):
+        found = [small.by(way, x) for way in ways]  # all, as the other ranks wait in each
+        if not all(torch.equal(got, expected) for got in found):
             raise RuntimeError("the sums are wrong")
 
     if not all_can(
@@ -122,7 +129,7 @@ def open_small_sums(
         "another rank could not share its memory",
     ):
         return None
-    small: SmallSums = made[2]
+    small: SmallSums = made[-1]
     return small
 
 
@@ -131,18 +138,48 @@ def all_can(
     least: Callable[[Sequence[int]], list[int]],
     loss: str,
     other: str,
+    *,
+    seconds: float | None = _TRIAL_SECONDS,
+    give_up: Callable[[int], object] = end_now,
 ) -> bool:
     """Whether every rank can take all steps, one after the other; `least`: see `Communicator`.
 
     At the first step that some rank cannot take, all return False and log what is lost, `loss`, and
-    why; `other` is the reason on ranks that could take it.
+    why; `other` is the reason on ranks that could take it. A rank that waits for another one in a
+    step cannot be stopped: after `seconds` in all, it calls `give_up(1)` in a thread, which ends
+    the process, and with it its kernels. Steps without a limit must not wait for other ranks.
     """
-    for step in steps:
-        fault = _fault(step)
-        if not least([fault is None])[0]:
-            logger.warning("%s: %s", loss, fault or other)
-            return False
+    with _limited(seconds, give_up):
+        for step in steps:
+            fault = _fault(step)
+            if not least([fault is None])[0]:
+                logger.warning("%s: %s", loss, fault or other)
+                return False
     return True
+
+
+@contextmanager
+def _limited(seconds: float | None, give_up: Callable[[int], object]) -> Iterator[None]:
+    """Call `give_up` if what is inside takes longer."""
+    if seconds is None:
+        yield
+        return
+
+    def end() -> None:
+        logger.critical(
+            "The GPUs did not finish the trial of sums through shared memory within %g seconds. "
+            "Start with --disable-custom-all-reduce.",
+            seconds,
+        )
+        give_up(1)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _fault(step: Callable[[], None]) -> str | None:

@@ -20,3 +20,10 @@ def gather_packets(x: Tensor, memory: PacketMemory) -> Tensor:
 
     out: Tensor = launch(x, memory)
     return out
+
+
+def compile_gather(x: Tensor, memory: PacketMemory) -> None:
+    """As `rank_sums.compile_sum`, for `gather_packets`."""
+    from .triton.rank_gather import gather_packets as launch
+
+    launch(x, memory, only_compile=True)

@@ -7,6 +7,9 @@ low-latency protocol. It doubles the bytes, which only pays where these are few.
 
 A packet is written and read as one aligned word of 8 bytes, which arrives whole, and nothing is
 assumed of the order of packets. The reader asks memory anew each time (volatile loads).
+
+It asks without a limit, because a limit that a slow rank can pass would make wrong sums. If a rank
+never sends, the others' kernels run until their processes end: `runner.parallel.group` ends them.
 """
 
 from __future__ import annotations
@@ -30,6 +33,17 @@ def sum_packets(
 
     out: Tensor = launch(x, memory, dtype, residual)
     return out
+
+
+def compile_sum(x: Tensor, memory: PacketMemory, dtype: torch.dtype) -> None:
+    """Compile and load what `sum_packets` would launch, without a launch.
+
+    Neither the addresses in `memory` nor its tensors' sizes matter. Raises whatever Triton or the
+    driver refuses.
+    """
+    from .triton.rank_sums import sum_packets as launch
+
+    launch(x, memory, dtype, only_compile=True)
 
 
 def sum_packets_reference(

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 
 from slipstream.kernels.linear.packets.memory import PacketMemory
+from slipstream.kernels.linear.packets.rank_sums import sum_packets_reference
 from slipstream.runner.models.layers import WeightFormat
 from slipstream.runner.models.sharded import row_linear
-from slipstream.runner.parallel.packet_sums import PacketSums, open_packet_sums
+from slipstream.runner.parallel import packet_sums
+from slipstream.runner.parallel.packet_sums import PacketSums, open_packet_sums, trial_of
 from slipstream.runner.parallel.ranks import Ranks
 
 from .threads import on_ranks
@@ -115,3 +119,81 @@ def test_without_shared_memory_there_are_none(caplog: pytest.LogCaptureFixture) 
 
     assert open_packet_sums(0, 2, torch.device("cuda"), least) is None
     assert asked == [[False]] and "sums over the GPUs take several kernels" in caplog.text
+
+
+def open_on_cpus(ranks: Ranks) -> PacketSums | None:
+    least = ranks.communicator.least
+    return open_packet_sums(ranks.rank, ranks.size, torch.device("cpu"), least)
+
+
+def test_no_rank_launches_before_every_rank_has_compiled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def compile_sum(x: Tensor, memory: PacketMemory, dtype: torch.dtype) -> None:
+        if memory.rank == 1:
+            raise RuntimeError("no compiler")
+
+    def launched(*args: object) -> Tensor:
+        raise AssertionError("the kernel would wait for rank 1")
+
+    monkeypatch.setattr(packet_sums, "compile_sum", compile_sum)
+    monkeypatch.setattr(PacketSums, "sum", launched)
+    assert on_ranks(2, open_on_cpus) == [None, None]
+    assert sorted(record.getMessage().split(": ", 1)[1] for record in caplog.records) == [
+        "RuntimeError: no compiler",
+        "another rank could not compile the kernels",
+    ]
+
+
+@pytest.mark.parametrize("size", range(2, 9))
+def test_the_sums_of_the_trial_are_exact(size: int) -> None:
+    """Otherwise a group of four GPUs, whose sums are right, takes them for wrong."""
+    trials = [trial_of(rank, size, torch.device("cpu")) for rank in range(size)]
+    total = sum_packets_reference([x for x, _ in trials], BF16)
+    assert all(torch.equal(expected, total) for _, expected in trials)
+    assert len(total.unique()) == 7
+
+
+@pytest.mark.parametrize("wrong", [(), (0,)])
+def test_a_rank_with_a_wrong_sum_leaves_no_other_waiting(
+    wrong: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As the kernel, `sum` waits for the other rank, and every rank sums equally often."""
+
+    def empty(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.ones(count, dtype=dtype)
+
+    addresses = SimpleNamespace(buffer_ptrs=[16, 32])
+    monkeypatch.setattr(symmetric, "empty", empty)
+    monkeypatch.setattr(symmetric, "rendezvous", lambda mine, group: addresses)
+    monkeypatch.setattr(packet_sums, "compile_sum", lambda *args: None)
+    monkeypatch.setattr(packet_sums, "compile_gather", lambda *args: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(
+        packet_sums.dist, "group", SimpleNamespace(WORLD=SimpleNamespace(group_name=""))
+    )
+
+    def run(ranks: Ranks) -> tuple[bool, int]:
+        calls = 0
+
+        class Meeting(PacketSums):
+            def __init__(self, memory: PacketMemory) -> None:
+                assert memory.peers == (16, 32) and not memory.mine.any()
+
+            def sum(self, x: Tensor, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
+                nonlocal calls
+                calls += 1
+                return ranks.communicator.all_reduce(x) + (ranks.rank in wrong)
+
+            def gather(self, x: Tensor) -> Tensor:
+                nonlocal calls
+                calls += 1
+                return ranks.communicator.all_gather(x)
+
+        made[ranks.rank] = Meeting
+        return open_on_cpus(ranks) is not None, calls
+
+    made: dict[int, type[PacketSums]] = {}
+    monkeypatch.setattr(packet_sums, "PacketSums", lambda memory: made[memory.rank](memory))
+    assert on_ranks(2, run) == [(not wrong, 6)] * 2
+    assert ("the sums are wrong" in caplog.text) == bool(wrong)

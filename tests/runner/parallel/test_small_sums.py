@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from slipstream.configs.schema import Config, ModelConfig, ParallelConfig
 from slipstream.runner.engine import tensor_parallel
 from slipstream.runner.parallel import collectives
-from slipstream.runner.parallel.small_sums import Way, open_small_sums, way_of
+from slipstream.runner.parallel.small_sums import Way, all_can, open_small_sums, way_of
 from slipstream.runner.process import EngineOrders
 
 BF16, CUDA = torch.bfloat16, torch.device("cuda")
@@ -90,6 +91,26 @@ def test_engines_that_share_experts_add_up_small_sums_each_in_a_group_of_its_own
     assert engines is not None and (engines.rank, engines.experts.rank) == (1, 3)
     assert groups == [([2, 3], False), ([1, 3], False), ([1, 3], True)]
     assert opened == ([] if disabled else [(2, ([2, 3], False))])
+
+
+def test_a_trial_that_waits_for_a_lost_rank_ends_its_process(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ended = threading.Event()
+
+    def wait_for_a_lost_rank() -> None:
+        assert ended.wait(20)
+
+    def give_up(status: int) -> None:
+        assert status == 1
+        ended.set()
+
+    steps = (wait_for_a_lost_rank,)
+    assert all_can(steps, list, "loss", "other", seconds=0.05, give_up=give_up)
+    assert "within 0.05 seconds. Start with --disable-custom-all-reduce." in caplog.text
+    ended.clear()
+    assert all_can((lambda: None,), list, "loss", "other", seconds=0.05, give_up=give_up)
+    assert not ended.wait(0.1)  # the limit ends with the trial
 
 
 @pytest.mark.slow

@@ -53,16 +53,20 @@ def _rank_gather_kernel(
     tl.store(sums + program, number)
 
 
-def gather_packets(x: Tensor, memory: PacketMemory) -> Tensor:
-    """See `kernels.linear.packets.rank_gather.gather_packets`."""
+def gather_packets(x: Tensor, memory: PacketMemory, only_compile: bool = False) -> Tensor:
+    """See `kernels.linear.packets.rank_gather`: `gather_packets` or, with `only_compile`,
+    `compile_gather`."""
     assert gather_fits(x)
     words = x.view(-1).view(torch.int32)
     out = torch.empty(memory.size, *x.shape, dtype=x.dtype, device=x.device)
     count = words.shape[0]
-    _rank_gather_kernel[(triton.cdiv(count, WORDS),)](
+    kernel = _rank_gather_kernel.run(
         words, out.view(-1).view(torch.int32), memory.mine, memory.peers, memory.sums, count,
         RANK=memory.rank, RANKS=memory.size, num_warps=4, **pdl_options(x),
+        grid=(triton.cdiv(count, WORDS),), warmup=only_compile,
     )  # fmt: skip
+    if only_compile and kernel is not None:  # the interpreter has none
+        assert kernel.run is not None  # asking for it loads the kernel onto the GPU
     return out
 
 

@@ -83,19 +83,27 @@ def _rank_sum_kernel(
 
 
 def sum_packets(
-    x: Tensor, memory: PacketMemory, dtype: torch.dtype, residual: Tensor | None = None
+    x: Tensor,
+    memory: PacketMemory,
+    dtype: torch.dtype,
+    residual: Tensor | None = None,
+    only_compile: bool = False,
 ) -> Tensor:
-    """See `kernels.linear.packets.rank_sums.sum_packets`."""
+    """See `kernels.linear.packets.rank_sums`: `sum_packets` or, with `only_compile`,
+    `compile_sum`."""
     num_rows, width = x.shape[-2:]
     assert packets_fit(num_rows, width, dtype) and x.is_contiguous()
     assert x.dtype is (torch.float32 if x.dim() == 3 else dtype)
     assert residual is None or (residual.is_contiguous() and residual.shape[-2:] == x.shape[-2:])
     out = torch.empty(num_rows, width, dtype=dtype, device=x.device)
-    _rank_sum_kernel[(triton.cdiv(width, 2 * WORDS), num_rows)](
+    kernel = _rank_sum_kernel.run(
         x, out if residual is None else residual, out, memory.mine, memory.peers, memory.sums,
         num_rows, WIDTH=width, PARTS=x.shape[0] if x.dim() == 3 else 0, ADD=residual is not None,
         RANK=memory.rank, RANKS=memory.size, num_warps=4, **pdl_options(x),
+        grid=(triton.cdiv(width, 2 * WORDS), num_rows), warmup=only_compile,
     )  # fmt: skip
+    if only_compile and kernel is not None:  # the interpreter has none
+        assert kernel.run is not None  # asking for it loads the kernel onto the GPU
     return out
 
 
