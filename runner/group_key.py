@@ -66,9 +66,24 @@ def endpoint_of(address: str, port: int) -> str:
     return f"tcp://{_bracketed(address)}:{port}"
 
 
+class NoSuchHost(OSError):
+    """A name that no later attempt will resolve. The message is the reason, in small letters."""
+
+
 def resolve(name: str, port: int) -> str:
-    """The numeric address of a host's name. Raises OSError."""
-    found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    """The numeric address of a host's name. Raises OSError: NoSuchHost, unless another attempt may
+    succeed."""
+    try:
+        found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    except UnicodeError as error:
+        raise NoSuchHost("it is not a valid host name") from error
+    except socket.gaierror as error:
+        # No name has a colon or a number as its last part, whatever a resolver that is down says.
+        is_numeric = ":" in name or name.rstrip(".").rpartition(".")[2].isdecimal()
+        if error.errno == socket.EAI_AGAIN and not is_numeric:
+            raise
+        why = "it is not an address" if is_numeric else (error.strerror or str(error)).lower()
+        raise NoSuchHost(why) from error
     return str(found[0][4][0])
 
 

@@ -20,7 +20,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from ...configs.logs import configure_logging
 from ...configs.schema import Config
-from ...runner.group_key import connect, derive_key, endpoint_of, own_address, resolve
+from ...runner.group_key import NoSuchHost, connect, derive_key, endpoint_of, own_address, resolve
 from ...runner.pair import ConnectedPair
 from ...runner.process import WorkerProcess
 from ..engine.engines import visible_devices
@@ -124,6 +124,8 @@ class Agent:
         while True:
             try:
                 return await self._attempt()
+            except NoSuchHost as error:
+                raise HostsError(f"cannot resolve --master-addr {self._master}: {error}") from error
             except (TimeoutError, OSError) as error:
                 why = str(error) or why
             if loop.time() >= deadline:

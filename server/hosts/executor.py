@@ -152,8 +152,8 @@ class HostsExecutor:
 def _own(hosts: HostsConfig) -> str:
     try:
         return resolve(hosts.master_addr, hosts.master_port)
-    except (OSError, UnicodeError) as error:
-        why = (getattr(error, "strerror", None) or "it is not a valid host name").lower()
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
         raise WorkerFailed(f"cannot resolve --master-addr {hosts.master_addr}: {why}") from error
 
 

@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import re
 import signal
+import socket
 import sys
 import time
 import types
@@ -21,6 +23,7 @@ import pytest
 from slipstream.configs.schema import Config, HostsConfig, ModelConfig, ParallelConfig
 from slipstream.server.engine.engine_client import EngineClient, WorkerFailed
 from slipstream.server.engine.engines import Engines, create_engine
+from slipstream.server.hosts import agent as agent_module
 from slipstream.server.hosts.agent import Agent, agent_of
 from slipstream.server.hosts.agreement import HostsError, membership, model_digest
 from slipstream.server.hosts.executor import HostsExecutor
@@ -245,6 +248,41 @@ async def test_addresses_and_ports_that_cannot_be_used_are_named(config: Config)
     async with HostsExecutor(config, print):
         with pytest.raises(WorkerFailed, match="and --master-port a free port"):
             await HostsExecutor(config, print).__aenter__()
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "why"),
+    [
+        ("999.1.1.1", socket.EAI_NONAME, "it is not an address"),
+        ("999.1.1.1", socket.EAI_AGAIN, "it is not an address"),  # as without a resolver
+        ("10.0.0.1:29501", socket.EAI_AGAIN, "it is not an address"),
+        ("nowhere.invalid", socket.EAI_NONAME, "name or service not known"),
+        ("two..dots", None, "it is not a valid host name"),
+        ("resolver.is-down", socket.EAI_AGAIN, None),
+    ],
+)
+async def test_a_node_refuses_at_once_an_address_that_nothing_resolves(
+    name: str, code: int | None, why: str | None, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[str] = []
+
+    def getaddrinfo(host: str, *args: Any, **kwargs: Any) -> Any:
+        tries.append(host)
+        if code is None:
+            return host.encode("idna")
+        raise socket.gaierror(code, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(agent_module, "_RETRY_SECONDS", 0.01)
+    seconds = 60 if why is not None else 0.05
+    hosts = replace(config.hosts, master_addr=name, join_timeout=seconds)
+    follower = agent(replace(config, hosts=hosts))
+    expected = f"cannot resolve --master-addr {name}: {why}"
+    if why is None:  # as while the first node's pod is started
+        expected = f"cannot join node 0 at {name}:{hosts.master_port} within 0.05 s"
+    with pytest.raises(HostsError, match=re.escape(expected)):
+        await follower.run()
+    assert (len(tries) == 1) == (why is not None)
 
 
 async def test_ray_that_is_not_installed_is_named(
