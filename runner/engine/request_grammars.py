@@ -96,6 +96,7 @@ class RequestGrammars:
             request = self._masked_request(plan, index)
             if request is not None and request.matcher is not None:
                 jobs.append((index, request, MaskJob(request.matcher, ids, lines)))
+                request.mask_lines = lines
         num_cut = [0] * len(drafts)
         if jobs and self._backend is not None:
             self._backend.fill([job for _, _, job in jobs])

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from ..grammars.dead_end import leaves_no_token
 from ..grammars.grammar import GrammarMatcher
 from ..messages import RequestOutput, StepStats, TokenLogprobs, pack_logprobs
 from .plan import RowResult, ScheduledRow
@@ -23,7 +24,11 @@ from .request import Request
 logger = logging.getLogger(__name__)
 
 NAN_ERROR = "The model produced NaN for this request."
-DEAD_END_ERROR = "The request's grammar and its other options leave no token to choose."
+DEAD_END_ERROR = (
+    "The request's options leave no token to choose after {} tokens: the grammar (as "
+    "'response_format' or tools give one), 'allowed_token_ids', 'bad_words' and 'min_tokens' "
+    "forbid every one."
+)
 
 
 class Verdict(msgspec.Struct, frozen=True, gc=False):
@@ -33,14 +38,24 @@ class Verdict(msgspec.Struct, frozen=True, gc=False):
     finish_reason: str | None = None
     stop_token_id: int | None = None
     error: str | None = None
+    invalid_request: bool = False  # with `error`: the request is at fault
 
 
 def fault(request: Request, result: RowResult) -> Verdict | None:
     """The verdict on a row that ends its request with an error; None if it has none."""
     if not result.has_nan and result.error is None:
         return None
-    nan_error = NAN_ERROR if request.matcher is None else DEAD_END_ERROR
-    return Verdict(0, "error", error=result.error or nan_error)
+    if result.error is not None:
+        return Verdict(0, "error", error=result.error)
+    output = request.token_ids[request.prompt_len :]
+    for index, token_id in enumerate(result.token_ids):  # the first of them may be drafts
+        lines = request.mask_lines
+        line = None if lines is None else lines[min(index, len(lines) - 1)]
+        if leaves_no_token(request.sampling, line, output):
+            error = DEAD_END_ERROR.format(len(output))
+            return Verdict(0, "error", error=error, invalid_request=True)
+        output.append(token_id)
+    return Verdict(0, "error", error=NAN_ERROR)
 
 
 def refusal(request_id: str, error: str, invalid_request: bool) -> RequestOutput:
@@ -100,6 +115,7 @@ def make_output(request: Request, result: RowResult, verdict: Verdict) -> Reques
         output.finish_reason = verdict.finish_reason
         output.stop_token_id = verdict.stop_token_id
         output.error = verdict.error
+        output.invalid_request = verdict.invalid_request
     if result.draft_token_ids is not None:
         output.draft_token_ids = result.draft_token_ids
     if result.logprobs is not None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+import numpy as np
+
 from ..grammars.grammar import GrammarMatcher
 from ..messages import (
     MAX_BAD_WORD_TOKENS,
@@ -52,6 +54,7 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     is_blocked: bool = False  # not schedulable until its grammar is compiled
     matcher: GrammarMatcher | None = None
+    mask_lines: np.ndarray | None = None  # its last masks, [drafts + 1, ceil(V / 32)] int32
     # While RUNNING:
     slot: int = -1
     incarnation: int = 0  # increases when it leaves its slot; results of an older one are stale

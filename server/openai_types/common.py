@@ -202,7 +202,7 @@ class GenerationBody(SizedBody):
     min_p: float | None = Field(None, ge=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     logit_bias: Biases | None = None
     allowed_token_ids: Many[TokenId] | None = Field(None, min_length=1, max_length=MAX_ALLOWED)
     bad_words: Many[BadWord] | None = Field(None, max_length=1024)

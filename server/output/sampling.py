@@ -19,6 +19,7 @@ from .grammars import grammar_of
 
 # Log probabilities of prompt tokens in one reply; each needs 400 bytes while the reply is built.
 MAX_PROMPT_LOGPROBS = 1 << 20
+MIN_TEMPERATURE = 1e-5
 _PREDICTED_CHARACTERS = 8  # characters of `prediction` that are read, per token of context
 
 
@@ -63,13 +64,17 @@ def sampling_params(
     stop_ids = set(body.stop_token_ids or ())
     check_token_ids(sorted(stop_ids), limits.vocab_size, "stop_token_ids")
     check_token_ids(body.allowed_token_ids or (), limits.vocab_size, "allowed_token_ids")
+    words = bad_words(body.bad_words or (), tokenizer)
+    stops = sorted(stop_ids | (set() if body.ignore_eos else limits.eos_token_ids))
+    grammar = grammar or grammar_of(body)
+    check_tokens_left(body, words, () if grammar else stops, limits.vocab_size)
     speculative = body.speculative
     of_prompt = [n for n in (body.prompt_logprobs, echo_logprobs) if n is not None]
     return SamplingParams(
         seed=seeds.getrandbits(63) if body.seed is None else body.seed & INT64,
         max_tokens=0,
         has_own_seed=body.seed is not None,
-        temperature=_or(body.temperature, 1.0),
+        temperature=temperature_of(body),
         top_p=_or(body.top_p, 1.0),
         top_k=max(body.top_k or 0, 0),
         min_p=_or(body.min_p, 0.0),
@@ -78,17 +83,53 @@ def sampling_params(
         repetition_penalty=_or(body.repetition_penalty, 1.0),
         logit_bias=logit_bias(body.logit_bias, limits.vocab_size),
         allowed_token_ids=body.allowed_token_ids,
-        bad_words_token_ids=bad_words(body.bad_words or (), tokenizer),
+        bad_words_token_ids=words,
         min_tokens=body.min_tokens or 0,
-        stop_token_ids=sorted(stop_ids | (set() if body.ignore_eos else limits.eos_token_ids)),
+        stop_token_ids=stops,
         logprobs=logprobs,
         prompt_logprobs=max(of_prompt, default=None),
-        grammar=grammar or grammar_of(body),
+        grammar=grammar,
         speculative_enabled=speculative is None or speculative.enabled is not False,
         speculative_max_tokens=None if speculative is None else speculative.max_tokens,
         prediction_token_ids=prediction(body, limits, tokenizer),
         report_drafts=body.wants_steps,
     )
+
+
+def temperature_of(body: GenerationBody) -> float:
+    """The temperature: 1 if none is stated, and 0 for one so low that logits divided by it would
+    overflow, though the largest logit would have all of the probability."""
+    stated = _or(body.temperature, 1.0)
+    return 0.0 if stated < MIN_TEMPERATURE else stated
+
+
+def check_tokens_left(
+    body: GenerationBody,
+    words: Sequence[Sequence[int]],
+    stops: Sequence[int],
+    vocab_size: int,
+) -> None:
+    """Raise InvalidRequest if the options allow no first token.
+
+    words: the tokens of bad words; stops: what may not come before `min_tokens`, without a grammar.
+    The engine finds later positions, and grammars, that leave no token.
+    """
+    forbidden = {word[0] for word in words if len(word) == 1}
+    if body.min_tokens:
+        forbidden.update(stops)
+    allowed = body.allowed_token_ids
+    if allowed is None:
+        is_left = len(forbidden) < vocab_size or any(i not in forbidden for i in range(vocab_size))
+    else:
+        is_left = not forbidden.issuperset(allowed)
+    if not is_left:
+        param = "bad_words" if allowed is None else "allowed_token_ids"
+        raise InvalidRequest(
+            f"Invalid value for '{param}': no token may come first, because 'bad_words' and the "
+            "stop tokens, which 'min_tokens' keeps away, include every allowed token.",
+            param,
+            "invalid_value",
+        )
 
 
 def check_logprobs(body: GenerationBody, logprobs: int | None, limit: int) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import httpx
 import pytest
-from openai import BadRequestError, OpenAI
+from openai import APIError, BadRequestError, OpenAI
 from openai.types.chat import ChatCompletion
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
@@ -142,6 +142,31 @@ def test_an_impossible_grammar_is_a_400_that_names_the_parameter(
     assert caught.value.param == param
     assert caught.value.type == "invalid_request_error"
     assert ".cc" not in caught.value.message
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"structured_outputs": {"regex": "[0-9]"}, "allowed_token_ids": [5]},
+        {"structured_outputs": {"choice": ["yes"]}, "bad_words": ["y", "ye", "yes"]},
+        {"allowed_token_ids": [2], "min_tokens": 3},
+    ],
+)
+def test_options_that_leave_no_token_are_a_400(client: OpenAI, options: Any, stream: bool) -> None:
+    with pytest.raises(BadRequestError, match="no token") as caught:
+        ask(client, extra_body=options, stream=stream)
+    assert caught.value.type == "invalid_request_error"
+    assert ask(client, max_tokens=2).choices[0].finish_reason == "length"
+
+
+def test_options_that_leave_no_token_later_end_a_stream_with_an_error(client: OpenAI) -> None:
+    """After "a" the pattern asks for "b", whose only spellings are forbidden."""
+    options = {"structured_outputs": {"regex": "ab"}, "bad_words": ["b", "ab"]}
+    with pytest.raises(APIError, match="leave no token to choose after 1 tokens") as caught:
+        for _ in ask(client, extra_body=options, stream=True):  # type: ignore[union-attr]
+            pass
+    assert caught.value.type == "invalid_request_error"
 
 
 @pytest.mark.parametrize("stream", [False, True])

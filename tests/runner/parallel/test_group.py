@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ SPINS = """
 import signal
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
     signal.signal(number, signal.SIG_IGN)
+signal.alarm(60)  # so that none outlives a failed test
 print(flush=True)
 while True:
     pass
@@ -27,7 +29,7 @@ CONFIG = Config(model=ModelConfig(device="cpu"), parallel=ParallelConfig(3))
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[subprocess.Popen[bytes]]]:
     """The processes of ranks 1 and 2, which spin."""
     processes: list[subprocess.Popen[bytes]] = []
 
@@ -43,7 +45,11 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
     monkeypatch.setattr(group_module, "_GRACE_SECONDS", 0.05)
     monkeypatch.setattr(group_module, "_LAST_WORDS_SECONDS", 0.05)
     monkeypatch.setattr(group_module, "_STOP_SECONDS", 0.05)
-    return processes
+    yield processes
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
 
 
 @pytest.mark.parametrize("way", ["abandon", "shutdown"])

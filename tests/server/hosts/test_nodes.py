@@ -277,6 +277,7 @@ async def test_a_node_refuses_at_once_an_address_that_nothing_resolves(
     seconds = 60 if why is not None else 0.05
     hosts = replace(config.hosts, master_addr=name, join_timeout=seconds)
     follower = agent(replace(config, hosts=hosts))
+    follower._master = name
     expected = f"cannot resolve --master-addr {name}: {why}"
     if why is None:  # as while the first node's pod is started
         expected = f"cannot join node 0 at {name}:{hosts.master_port} within 0.05 s"
