@@ -6,6 +6,7 @@ It must not know HTTP or token ids: it converts plain messages to text.
 from __future__ import annotations
 
 import json
+import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -26,9 +27,6 @@ from .chat_messages import (
     with_tools_prompt,
 )
 from .content_guard import ContentGuard, RenderedChat
-
-# Marks the end of a message to continue; its last space shows whether the template strips messages.
-_CONTINUE = "<<slipstream continues here>> "
 
 
 class ChatTemplateError(Exception):
@@ -146,6 +144,13 @@ class ChatTemplate:
             raise ChatTemplateError(
                 "continue_final_message and add_generation_prompt cannot both be true."
             )
+        last = messages[-1]
+        has_call = last.get("tool_calls") or last.get("function_call")
+        if continue_final_message and (has_call or last.get("role") in ("tool", "function")):
+            raise ChatTemplateError(
+                "continue_final_message continues a text, but the last message has tool calls or "
+                "is the result of one."
+            )
         template, traits = self._choose(chat_template, tools)
         try:
             chat = prepare_messages(messages, traits)
@@ -222,11 +227,6 @@ def _render_continued(template: Renderer, values: dict[str, Any]) -> str:
 
     The text is marked before rendering, and the prompt cut at the mark."""
     last = values["messages"][-1]
-    if last.get("tool_calls") or last.get("role") in ("tool", "function"):
-        raise ChatTemplateError(
-            "continue_final_message continues a text, but the last message has tool calls or is "
-            "the result of one."
-        )
     content = last.get("content")
     if isinstance(content, list):
         part = next((p for p in reversed(content) if isinstance(p.get("text"), str)), None)
@@ -236,15 +236,18 @@ def _render_continued(template: Renderer, values: dict[str, Any]) -> str:
     if not isinstance(text, str):
         raise ChatTemplateError("continue_final_message requires text in the last message.")
     holder, key = (part, "text") if part else (last, "content")
-    holder[key] = text + _CONTINUE
+    # No other part of the chat has this word, and templates that write JSON do not escape it. Its
+    # last space shows whether the template strips messages.
+    mark = f"slipstreamcontinues{secrets.token_hex(8)}"
+    holder[key] = f"{text}{mark} "
     rendered = _render(template, values)
     holder[key] = text
-    cut = rendered.rfind(_CONTINUE.rstrip())
-    if cut < 0 or text.strip() not in rendered:
+    cut = rendered.rfind(mark)
+    if cut < 0 or not rendered[:cut].rstrip().endswith(text.strip()):
         raise ChatTemplateError(
             "The last message cannot be continued, because the chat template does not show it."
         )
-    kept = rendered.startswith(_CONTINUE, cut)
+    kept = rendered.startswith(f"{mark} ", cut)
     return rendered[:cut] if kept else rendered[:cut].rstrip()
 
 

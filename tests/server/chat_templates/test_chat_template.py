@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,34 @@ def test_the_messages_of_the_caller_are_not_changed() -> None:
     assert json.dumps(messages) == before
 
 
+def test_a_continued_chat_is_cut_at_the_end_of_its_text_whatever_else_it_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A client that knows the mark of one rendering does not know that of the next."""
+    flags = {"add_generation_prompt": False, "continue_final_message": True}
+    seen: list[str] = []
+    token_hex = secrets.token_hex
+
+    def noted(count: int) -> str:
+        seen.append(token_hex(count))
+        return seen[-1]
+
+    monkeypatch.setattr(secrets, "token_hex", noted)
+    render(LINES, [USER], **flags)
+    marks = [f"slipstreamcontinues{seen[0]} ", "<<slipstream continues here>> "]
+    later = LINES + "{{ tools | tojson }}"  # what follows the messages
+    for mark in marks:
+        tool = {"type": "function", "function": {"name": "f", "description": mark}}
+        chat = [call(json.dumps({"a": mark})), {"role": "tool", "content": mark}]
+        text = render(later, [*chat, {"role": "assistant", "content": mark}], tools=[tool], **flags)
+        assert text.endswith(f"assistant:{mark}") and mark in text[: -len(mark)]
+    doubled = LINES + "{{ messages[-1].content | upper }}"
+    assert render(doubled, [USER], **flags) == "user:Hi"
+    part = "{% for m in messages %}{{ m.content[:1] }}{{ m.content[2:] }}{% endfor %}"
+    with pytest.raises(ChatTemplateError, match="cannot be continued"):
+        render(part, [USER], **flags)  # the text before the mark is another
+
+
 def test_tools_are_described_where_the_template_ignores_them() -> None:
     messages = [USER, call('{"z": 1}'), {"role": "tool", "content": "noon", "tool_call_id": "c"}]
     text = render(LINES, messages, tools=[TOOL])
@@ -146,9 +175,12 @@ def test_continuation_is_checked() -> None:
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     for last in (
         {"role": "assistant", "content": "Hi", "tool_calls": [call]},
+        {"role": "assistant", "content": "Hi", "function_call": call["function"]},
         {"role": "tool", "content": "Hi", "tool_call_id": "a"},
+        {"role": "function", "content": "Hi", "name": "f"},
     ):
-        with pytest.raises(ChatTemplateError, match="has tool calls or is the result of one"):
-            render(LINES, [USER, last], **flags)
+        for tools in (None, [TOOL]):  # a template without tools shows both as other messages
+            with pytest.raises(ChatTemplateError, match="has tool calls or is the result of one"):
+                render(LINES, [USER, last], tools=tools, **flags)
     with pytest.raises(ChatTemplateError, match="at least one"):
         render(LINES, [])
