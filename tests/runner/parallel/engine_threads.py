@@ -52,6 +52,9 @@ class Rows(ThreadCommunicator):
         found: Tensor = _everyones(x, self._number)
         return found
 
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return self.all_gather(x).sum(0)
+
     def reduce_scatter(self, x: Tensor) -> Tensor:
         return self.all_gather(x).sum(0).chunk(self._meeting.size)[self._rank].clone()
 

@@ -26,10 +26,12 @@ from ...speculators.all_drafters import Drafters
 from ...speculators.eagle_oracle import head_weights, save_head
 from ...speculators.mtp_oracle import MtpOracle
 from ...speculators.qwen_oracle import QwenOracle
+from ...speculators.recorded_graphs import behave_as_on_a_gpu, recording
 from ...speculators.recorded_proposals import Proposals, recorded_proposals
 from ...speculators.tiny_engine import Run, TinyEngine, prompts, save_llama
 from ...speculators.v4_mtp_oracle import V4MtpOracle
 from ..loading.quantised.quantised_folder import quantise
+from .engine_threads import Rows
 from .test_engines_on_ranks import make
 from .thread_group import ThreadGroup, build_on_threads
 from .threads import on_ranks
@@ -112,6 +114,37 @@ def test_a_copy_of_the_target_is_accepted_at_every_position(tmp_path: Path) -> N
     for run in runs(target, spec, 2, tokens=11)[0]:  # p = q, also where drafts are drawn
         assert run.accepted_per_pos[:2] == [run.num_drafts] * 2
         assert run.accepted >= run.drafted - 2 * len(run.tokens)  # the last steps are cut off
+
+
+@pytest.mark.parametrize("loop", some([True, False], [True]))
+def test_draft_decodes_in_graphs_contain_the_exchanges(loop: bool, drafters: Drafters) -> None:
+    """The ranks replay equally many graphs, which make the drafts of eager passes."""
+    target = drafters.pair("eagle3")[0]
+    spec = drafters.speculative("eagle3", draft_sampling="auto", draft_tensor_parallel_size=2)
+    found = []
+    for graphs in (False, True):
+        groups: list[ThreadGroup] = []
+        build = partial(build_on_threads, groups, communicator=Rows, adapt=keeps_drafts)
+        with recording((1, 4), graphs, loop=loop) as (recorder, replays):
+            engine = TinyEngine(target, spec, build=build, scheduler={"max_num_seqs": 4})
+            behave_as_on_a_gpu(engine.engine)
+            try:
+                with recorded_proposals() as seen:
+                    run = engine.run(prompts(3, longest=14), 10, temperature=0.9)
+            finally:
+                engine.close()
+        groups[0].check()
+        found.append((run.tokens, sorted(seen)))
+        decodes = "draft loop" if loop else "draft decode"
+        for name in ("target", "draft prefill", decodes):
+            assert replays.get(name, 0) % 2 == 0 and graphs == bool(replays.get(name))
+    assert found[0] == found[1]
+    names = [graph.node_names for graph in recorder.graphs]
+    assert sum("slipstream_tests.everyones.default" in nodes for nodes in names) > len(names) / 2
+
+
+def keeps_drafts(runner: Any) -> None:
+    runner._on_cpu = False
 
 
 def loaded(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -75,15 +76,23 @@ class _End:
         self._group.answer(answer)
 
 
-def build_on_threads(groups: list[ThreadGroup], config: Config, tell: Any, size: int = 2) -> Engine:
-    """As `engine.build_engine`; adds the group to `groups`."""
+def build_on_threads(
+    groups: list[ThreadGroup],
+    config: Config,
+    tell: Any,
+    size: int = 2,
+    communicator: type[ThreadCommunicator] = ThreadCommunicator,
+    adapt: Callable[[ModelRunner], None] = lambda runner: None,
+) -> Engine:
+    """As `engine.build_engine`; adds the group to `groups`. `adapt` changes each rank's runner."""
     meeting, group = Meeting(size), ThreadGroup(size)
     groups.append(group)
 
     def follow(rank: int) -> None:
         try:
-            ranks = Ranks(rank, size, ThreadCommunicator(rank, meeting))
+            ranks = Ranks(rank, size, communicator(rank, meeting))
             runner = ModelRunner(assemble(config, lambda _: None, None, ranks))
+            adapt(runner)
             Follower(runner, _End(group, rank), rank, 2).run()  # type: ignore[arg-type]
             runner.shutdown()
         except BaseException:
@@ -93,6 +102,8 @@ def build_on_threads(groups: list[ThreadGroup], config: Config, tell: Any, size:
     for rank in range(1, size):
         group.threads.append(threading.Thread(target=follow, args=(rank,), daemon=True))
         group.threads[-1].start()
-    ranks = Ranks(0, size, ThreadCommunicator(0, meeting))
+    ranks = Ranks(0, size, communicator(0, meeting))
     create = partial(LeadingRunner, group=group, ranks=ranks)
-    return join(build_model_runner(config, tell, None, ranks, create), config)
+    leader = build_model_runner(config, tell, None, ranks, create)
+    adapt(leader)
+    return join(leader, config)
