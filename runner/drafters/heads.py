@@ -132,8 +132,8 @@ def load_head(
     if found is None:
         target = host.target_model
         found = find_checkpoint(kind, speculative, target.config, host.target_resolved)
-    ranks = host.target_model.format.ranks
-    size = choose_size(speculative, ranks, lambda own: outline(kind, own, host, found))
+    fmt = host.target_model.format
+    size = choose_size(speculative, fmt, lambda own: outline(kind, own, host, found))
     own = replace(speculative, draft_tensor_parallel_size=size)
     return _DRAFTERS[kind].load(own, found, host, layer_id)
 

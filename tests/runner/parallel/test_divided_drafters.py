@@ -203,9 +203,8 @@ class Outline:
 
 def test_ranks_divide_a_drafter_where_that_spares_time(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    spec, packets = SpeculativeConfig("eagle3", "head"), silent_packets(2, CPU)
-    slow = Ranks(1, 2, Silent(2))
-    fast = replace(slow, packets=packets)
+    spec, slow = SpeculativeConfig("eagle3", "head"), Ranks(1, 2, Silent(2))
+    fast = replace(slow, packets=silent_packets(2, CPU))
     sizes: list[int | None] = []
 
     def outline(num_bytes: int, own: SpeculativeConfig) -> Any:
@@ -214,14 +213,18 @@ def test_ranks_divide_a_drafter_where_that_spares_time(caplog: pytest.LogCapture
             raise CannotDivide("the model's 3 KV heads cannot be divided among 2 ranks.")
         return Outline(num_bytes)
 
-    def choose(ranks: Ranks | None, num_bytes: int = 1 << 29, size: int | None = None) -> int:
+    def choose(
+        ranks: Ranks | None, num_bytes: int = 1 << 29, size: int | None = None, device: str = "meta"
+    ) -> int:
         own = replace(spec, draft_tensor_parallel_size=size)
-        return choose_size(own, ranks, partial(outline, num_bytes))
+        fmt = WeightFormat(torch.device(device), torch.bfloat16, ranks=ranks)
+        return choose_size(own, fmt, partial(outline, num_bytes))
 
     assert choose(None) == choose(slow) == choose(fast, size=1) == 1
     assert choose(slow, size=2) == 2 and not sizes
     assert choose(fast) == 2 and choose(fast, 1 << 20) == 1 and choose(fast, 0) == 1
-    assert sizes == [2, 2, 2]
+    assert choose(slow, 1 << 22, device="cpu") == 2 and choose(slow, 1 << 21, device="cpu") == 1
+    assert sizes == [2] * 5
     said = [record.message for record in caplog.records]
     assert said == [
         "each rank has the whole drafter: sums over the ranks are slow here",
@@ -229,6 +232,7 @@ def test_ranks_divide_a_drafter_where_that_spares_time(caplog: pytest.LogCapture
         "each rank has the whole drafter: it is small, so that sums over the ranks would take "
         "longer than they spare",
         "each rank has the whole drafter: the model's 3 KV heads cannot be divided among 2 ranks",
+        *said[1:3],
     ]
 
 
