@@ -8,13 +8,15 @@ experts.
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
+import tempfile
 from typing import Any
 
 import compile_linear
 import compile_sm90 as base
 import torch
-from compile_linear import compile_and_keep, kernels, resources
+from compile_linear import CUOBJDUMP, compile_and_keep, kernels, resources
 from measure_packed import FORMATS, ROWS, SHAPES, candidates, layer_call, tile_on_meta
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -34,6 +36,15 @@ def meta(*shape: int, dtype: torch.dtype = base.BF16) -> torch.Tensor:
 
 def one(name: str, shape: Shape, choice: PackedChoice, rows: int) -> None:
     layer_call(shape, choice, meta(rows, shape.inputs), tile_on_meta(name, shape))
+
+
+def assembly(kernel: Any) -> str:
+    """A compiled kernel's instructions."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [str(CUOBJDUMP), "-sass", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def check_instructions() -> None:
@@ -75,7 +86,12 @@ def few() -> None:
     one("q6k", qkv, Skinny(64, 32, 4, 4, 2, 16), 9)
     for name, rows in (("fp8b", 8), ("int4z", 1), ("q4k", 8), ("nvfp4", 64)):
         experts(name, QWEN, rows)
+    one("fp8", qkv, Skinny(64, 128, 4, 4, 2, 16), 9)
+    one("int4", gate_up, Skinny(128, 256, 2, 8, 1, 128), 99)
     check_instructions()
+    for kernel in kernels[-2:]:
+        products, waits = (assembly(kernel).count(of) for of in ("HGMMA", "WARPGROUP.DEPBAR"))
+        assert waits <= products // 4, "it waits for each instruction of the tensor cores"
     choice = Row(16, 5, 4, 2, sums=1)
     packed_linear(meta(1, 1024), tile_on_meta("int4", qkv), None, choice, None, meta(1, 512))
     assert not re.search(r"sub\.(rn\.)?bf16x2", kernels[-1].asm["ptx"]), "codes lose their constant"

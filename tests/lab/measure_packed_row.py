@@ -22,7 +22,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -36,10 +36,10 @@ from transformers import LlamaConfig
 
 from slipstream.configs.model.quantisation import parse_quantisation
 from slipstream.kernels.compile_ahead import ForkingExecutor, compiling_only, without_gpu
-from slipstream.kernels.linear.linear_choice import H100_WINNERS, Gemv, Shape, Skinny
+from slipstream.kernels.linear.linear_choice import H100_WINNERS, Shape, Skinny
 from slipstream.kernels.linear.linear_tuned import LinearChooser
 from slipstream.kernels.packed.choice import _ONE_ROW, choose_packed
-from slipstream.kernels.packed.kinds import PackedChoice, Row
+from slipstream.kernels.packed.kinds import Direct, PackedChoice, Row
 from slipstream.kernels.packed.triton import packed_skinny
 from slipstream.runner.loading.dummy import load_random
 from slipstream.runner.models.formats import packed as formats
@@ -56,54 +56,42 @@ def _rows(*sizes: tuple[int, ...]) -> list[PackedChoice]:
     return [Row(*of) for of in sizes]
 
 
-def _gemvs(*sizes: tuple[int, ...]) -> list[PackedChoice]:
-    return [Gemv(rows, block_k, warps, ahead=ahead) for rows, block_k, warps, ahead in sizes]
+def _direct(*sizes: tuple[int, ...]) -> list[PackedChoice]:
+    return [Direct(*of) for of in sizes]
 
 
+# tiles, warps, steps ahead, split, norm
+_SMALL = ((1, 2, 2), (1, 4, 1), (1, 4, 2), (1, 4, 4), (1, 8, 1), (1, 8, 2), (2, 4, 1), (2, 4, 2))
 ONE_ROW: Mapping[str, Mapping[str, list[PackedChoice]]] = {
     "int4": {
-        "gate_up": _rows(
-            *((16, 3, 4, 1, 4), (16, 4, 4, 1, 4), (16, 2, 4, 1, 8), (16, 3, 2, 1, 2)),
-            *((16, 3, 2, 1, 4), (32, 3, 4, 1, 4), (32, 2, 8, 1, 8), (16, 2, 8, 1, 8)),
-            *((16, 5, 2, 1, 2), (32, 2, 4, 1, 4), (16, 3, 4, 1, 4, 0)),
-        ),
-        "down": _rows(
-            *((16, 5, 4, 1, 4), (16, 4, 8, 1, 8), (16, 3, 8, 1, 8), (32, 3, 8, 1, 8)),
-            *((16, 3, 4, 1, 8), (16, 5, 4, 2, 4), (32, 3, 4, 2, 4), (16, 3, 4, 2, 8)),
-            *((16, 5, 4, 2, 4, 1, 16, 1), (16, 5, 4, 2, 4, 1, 4, 1)),
-            *((16, 5, 4, 4, 4, 1, 4, 1), (32, 3, 4, 2, 4, 1, 4, 1)),
-        ),
-        "o": _rows(
-            *((16, 5, 4, 1, 4), (16, 3, 8, 1, 8), (16, 2, 8, 1, 8), (16, 3, 4, 1, 4)),
-            *((16, 2, 4, 1, 8), (16, 5, 4, 2, 4)),
-            *((16, 5, 4, 2, 4, 1, 8, 1), (16, 3, 4, 2, 4, 1, 4, 1)),
-        ),
-        "qkv": _rows(
-            *((16, 3, 8, 1, 8), (16, 3, 4, 1, 4), (16, 5, 4, 1, 4), (16, 2, 8, 1, 8)),
-            *((16, 2, 4, 1, 8), (16, 3, 8, 1, 8, 0)),
-        ),
+        "gate_up": [
+            *_direct(*_SMALL, (1, 1, 2), (1, 2, 1), (1, 2, 4), (2, 2, 1), (2, 2, 2), (4, 4, 1)),
+            *_rows((16, 3, 4, 1, 4), (16, 2, 4, 1, 8), (16, 3, 4, 1, 4, 0)),
+        ],
+        "down": [
+            *_direct((1, 4, 1), (1, 4, 2), (1, 8, 1), (1, 8, 2), (2, 4, 1), (2, 8, 1)),
+            *_direct((1, 4, 1, 2), (1, 4, 2, 2), (1, 4, 2, 4), (1, 8, 1, 2), (1, 2, 2, 4)),
+            *_direct((2, 4, 1, 2), (2, 4, 2, 2), (2, 4, 1, 4), (1, 4, 4, 2)),
+            *_rows((16, 5, 4, 2, 4, 1, 16, 1), (16, 5, 4, 2, 4, 1, 4, 1)),
+        ],
+        "o": [
+            *_direct(*_SMALL, (1, 8, 1, 2), (1, 4, 2, 2)),
+            *_rows((16, 5, 4, 2, 4, 1, 8, 1)),
+        ],
+        "qkv": [*_direct(*_SMALL), *_rows((16, 2, 8, 1, 8))],
     },
     "fp8": {
         "gate_up": [
-            *_rows((16, 4, 2, 1, 2), (16, 3, 4, 1, 4), (16, 4, 4, 1, 4), (16, 5, 2, 1, 2)),
-            *_rows((32, 3, 4, 1, 4), (16, 3, 8, 1, 8), (16, 4, 2, 1, 2, 0), (16, 3, 2, 1, 4)),
-            *_gemvs((4, 1024, 4, 1), (4, 1024, 4, 2), (2, 1024, 4, 2)),
+            *_direct(*_SMALL, (1, 1, 4), (1, 2, 4), (2, 2, 2), (1, 8, 4), (4, 4, 1), (4, 2, 1)),
+            *_rows((16, 4, 2, 1, 2, 0), (16, 3, 4, 1, 4), (32, 3, 4, 1, 4)),
         ],
         "down": [
-            *_rows((16, 5, 4, 1, 4), (16, 4, 8, 1, 8), (16, 3, 8, 1, 8), (16, 5, 4, 2, 4)),
-            *_rows((16, 6, 4, 1, 4), (16, 4, 4, 1, 8), (32, 4, 8, 1, 8)),
-            *_rows((16, 5, 4, 2, 4, 1, 16, 1), (16, 5, 4, 2, 4, 1, 4, 1)),
-            *_rows((32, 4, 4, 2, 4, 1, 4, 1), (16, 5, 4, 4, 4, 1, 4, 1)),
-            *_gemvs((4, 2048, 4, 1), (2, 1024, 4, 3), (2, 2048, 4, 2)),
+            *_direct((1, 4, 2), (1, 4, 4), (1, 8, 1), (1, 8, 2), (2, 4, 1), (2, 4, 2), (2, 8, 1)),
+            *_direct((1, 4, 2, 2), (1, 4, 4, 2), (1, 8, 2, 2), (2, 4, 2, 2), (1, 4, 4, 4)),
+            *_rows((16, 5, 4, 2, 4, 1, 4, 1), (32, 4, 4, 2, 4, 1, 4, 1)),
         ],
-        "o": [
-            *_rows((16, 5, 4, 1, 4), (16, 3, 8, 1, 8), (16, 4, 8, 1, 8), (16, 4, 4, 1, 4)),
-            *_gemvs((2, 1024, 4, 2), (2, 1024, 4, 3), (2, 2048, 4, 1), (4, 1024, 4, 2)),
-        ],
-        "qkv": [
-            *_rows((16, 3, 4, 1, 4), (16, 4, 4, 1, 4), (16, 3, 8, 1, 8), (16, 5, 4, 1, 4, 0)),
-            *_gemvs((2, 1024, 4, 2), (2, 1024, 4, 3), (2, 2048, 4, 2), (4, 1024, 4, 2)),
-        ],
+        "o": [*_direct(*_SMALL, (1, 8, 4), (1, 4, 2, 2))],
+        "qkv": [*_direct(*_SMALL, (1, 8, 4))],
     },
     "bf16": {},
 }
@@ -166,6 +154,7 @@ class Search:
             self.exact = self.step.hidden()
         self.best: Table = {}
         self.fastest = float("inf")
+        self.times: dict[str, list[tuple[float, PackedChoice]]] = {}  # of each role
 
     def attempt(self, **changes: Any) -> None:
         """Time the fastest table with these changes, and take it if it is faster."""
@@ -182,6 +171,9 @@ class Search:
         if self.bench.is_dry:
             return
         faster = us < self.fastest and error < TOLERANCE
+        for role, choice in changes.items():
+            if role in SHAPES and error < TOLERANCE:
+                self.times.setdefault(role, []).append((us, choice))
         print(
             f"{self.kind:5} {us:8.2f} {us - min(self.fastest, 1e4):+8.2f}{'*' if faster else ' '} "
             f"error {error:.4f} {changes}",
@@ -191,18 +183,20 @@ class Search:
             self.fastest, self.best = us, table
 
     def run(self) -> None:
-        """Try everything once."""
+        """Try everything once, and the fastest few of each role once more beside the others."""
         self.attempt()
-        for changes in ATTENTION:
-            self.attempt(attention=changes)
         for role, choices in ONE_ROW[self.kind].items():
             for choice in choices:
                 self.attempt(**{role: choice})
-        for role in ("o", "gate_up", "down", "qkv"):
-            choice = self.best.get(role, _ONE_ROW.get((self.kind, SHAPES[role])))
-            if isinstance(choice, Row):
-                for early in EARLY:
-                    self.attempt(**{role: replace(choice, early=early)})
+            self.vary(role)
+        for role, timed in self.times.items():
+            best = self.best.get(role)
+            few = sorted(timed, key=lambda item: item[0])[:4]
+            for _, choice in few:
+                if choice != best:
+                    self.attempt(**{role: choice})
+        for changes in ATTENTION:
+            self.attempt(attention=changes)
         if self.bench.is_dry:
             return
         self.leave_out()
@@ -215,6 +209,23 @@ class Search:
             f"so {1e6 / step_us:.0f} tokens/s in 32 layers: {self.best}",
             flush=True,
         )
+        for role, choice in self.best.items():
+            if role in SHAPES:
+                print(f'    ("{self.kind}", _{role.upper()}): {code_of(choice)},', flush=True)
+
+    def vary(self, role: str) -> None:
+        """Try the best choice of a role with the norm in the other place, and a `Row` with other
+        amounts of prefetching."""
+        built_in = _ONE_ROW.get((self.kind, SHAPES[role]))
+        choices = [self.best.get(role, built_in)]
+        if self.bench.is_dry:
+            choices += ONE_ROW[self.kind][role]
+        for choice in choices:
+            if role in ("qkv", "gate_up") and isinstance(choice, Direct | Row):
+                self.attempt(**{role: replace(choice, norm=1 - choice.norm)})
+            if isinstance(choice, Row) and (choice == built_in or not self.bench.is_dry):
+                for early in EARLY:
+                    self.attempt(**{role: replace(choice, early=early)})
 
     def leave_out(self) -> None:
         """Print how much faster the chain is without each of its parts."""
@@ -227,6 +238,14 @@ class Search:
                     saved[part] = self.fastest - us
         shown = "  ".join(f"{part} {us:.1f}" for part, us in saved.items())
         print(f"{self.kind:5} us of a layer that a part costs: {shown}", flush=True)
+
+
+def code_of(choice: Any) -> str:
+    """A choice as it is written in `kernels.packed.choice`."""
+    own = [(field.name, getattr(choice, field.name), field.default) for field in fields(choice)]
+    needed = [str(value) for _, value, default in own if default is MISSING]
+    others = [f"{name}={value}" for name, value, default in own if default not in (MISSING, value)]
+    return f"{type(choice).__name__}({', '.join(needed + others)})"
 
 
 def one(bench: Bench, args: argparse.Namespace, deadline: float) -> None:

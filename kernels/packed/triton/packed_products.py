@@ -8,8 +8,10 @@ import triton
 import triton.language as tl
 
 from ...launch import hash_functions
-from ...quant.triton.packed_codes import int4_codes, numbers
+from ...quant.triton.packed_codes import int4_codes, int4_parts, numbers, scaled_numbers
 from ...quant.triton.packed_scales import scaled
+
+FUSED_FACTOR = tl.constexpr(2.0**33)
 
 
 @triton.jit
@@ -34,6 +36,105 @@ def _rounded(tile, scale, offset, OFFSET: tl.constexpr):
             wide += _of_rows(offset, tile)
         rounded = wide.to(tile.dtype)
     return rounded
+
+
+@triton.jit
+def _codes_times(codes, scale, ODD: tl.constexpr):
+    """(Codes of "int4" - 8) times scales [rows] in bfloat16, rounded once, divided by FUSED_FACTOR.
+
+    One instruction multiplies the tiny floats that masks make of codes, see `scaled_numbers`, and
+    subtracts 8 scales, which are exact.
+    """
+    up: tl.constexpr = 2.0**96 if ODD else 2.0**100
+    factor, less = _of_rows(scale * up, codes), _of_rows(scale * (-(2.0**-30)), codes)
+    return tl.inline_asm_elementwise(
+        "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [codes, factor, less], tl.bfloat16, True, 2
+    )
+
+
+@triton.jit
+def _side_by_side(tiles, first, COUNT: tl.constexpr):
+    """COUNT tiles [rows, width] as one [rows, COUNT * width], which moves nothing."""
+    rows: tl.constexpr = tiles[0].shape[0]
+    columns: tl.constexpr = COUNT * tiles[0].shape[1]
+    if COUNT == 1:
+        both = tiles[first]
+    elif COUNT == 2:
+        pair = tl.join(tiles[first], tiles[first + 1])
+        both = tl.reshape(tl.permute(pair, (0, 2, 1)), [rows, columns])
+    else:
+        even = tl.join(tiles[first], tiles[first + 2])
+        odd = tl.join(tiles[first + 1], tiles[first + 3])
+        both = tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 3, 1)), [rows, columns])
+    return both
+
+
+@triton.jit
+def add_span(
+    acc,  # [BLOCK_N, BLOCK_M]
+    words,  # [BLOCK_N, WIDTH]
+    xs,  # tuple of [BLOCK_M, columns], a tile of x for each product
+    scales,  # as of `add_products`
+    zeros,
+    FORM: tl.constexpr,  # as of `add_products`
+    FUSED: tl.constexpr,  # the sums are divided by FUSED_FACTOR, see `_codes_times`
+):
+    """`add_products` with few products: one for each group whose scales multiply sums, else one.
+
+    Before a product the operands in registers are complete, and after it the sum is: otherwise the
+    compiler lets the tensor cores wait after each of their instructions.
+    """
+    SLICES: tl.constexpr = FORM[0]
+    GROUPS: tl.constexpr = FORM[1]
+    KIND: tl.constexpr = FORM[2]
+    GROUP: tl.constexpr = FORM[3]
+    E8M0: tl.constexpr = FORM[4]
+    ZEROS: tl.constexpr = FORM[5]
+    ROUND: tl.constexpr = FORM[6]
+    ASSEMBLY: tl.constexpr = FORM[7]
+    PER: tl.constexpr = SLICES // GROUPS if GROUPS > 0 else SLICES
+    SUMS: tl.constexpr = GROUPS > 0 and KIND != 3 and not ROUND  # are multiplied by scales
+    HAS_PARTS: tl.constexpr = SUMS and ASSEMBLY and KIND == 2 and ZEROS != 1
+    PARTS: tl.constexpr = HAS_PARTS and xs[0].dtype == tl.bfloat16
+    of_slice = zeros
+    if ZEROS == 1:
+        of_slice = zeros[0], zeros[1 // PER], zeros[2 // PER], zeros[3 // PER]
+    if FUSED:
+        tiles = scaled_numbers(words, KIND, xs[0].dtype, ASSEMBLY)
+    elif PARTS:
+        tiles = int4_parts(words)
+    else:
+        tiles = numbers(words, of_slice, KIND, xs[0].dtype, ZEROS == 1, ASSEMBLY)
+    if SUMS:
+        for g in tl.static_range(GROUPS):
+            part = tl.dot(_side_by_side(tiles, g * PER, PER), xs[g].T)
+            scale = scales[g].to(tl.float32)
+            acc += (scale * (64.0 if PARTS else 1.0))[:, None] * part
+            if ZEROS == 2:
+                offset = zeros[g].to(tl.float32)
+                if KIND == 2:
+                    offset += 8.0 * scale
+                acc += offset[:, None] * tl.sum(xs[g].to(tl.float32), 1)[None, :]
+    else:
+        made = ()
+        for i in tl.static_range(SLICES):
+            if KIND == 3:
+                made += (scaled(tiles[i], scales[i], GROUP, E8M0),)
+            elif GROUPS == 0:
+                made += (tiles[i],)
+            elif FUSED:
+                made += (_codes_times(tiles[i], scales[i // PER], i % 2),)
+            else:
+                offset = scales[i // PER].to(tl.float32)
+                if ZEROS == 2:
+                    offset = zeros[i // PER].to(tl.float32)
+                    if KIND == 2:
+                        offset += 8.0 * scales[i // PER].to(tl.float32)
+                made += (_rounded(tiles[i], scales[i // PER], offset, ZEROS == 2),)
+        acc = tl.dot(_side_by_side(made, 0, SLICES), xs[0].T, acc)
+        if ASSEMBLY:  # reads the sum
+            tl.inline_asm_elementwise("", "=r,f", [acc], tl.int32, is_pure=False, pack=1)
+    return acc
 
 
 @triton.jit
@@ -62,10 +163,17 @@ def add_products(
     ROUND: tl.constexpr = FORM[6]
     ASSEMBLY: tl.constexpr = FORM[7]
     PER: tl.constexpr = SLICES // GROUPS if GROUPS > 0 else SLICES  # slices of a group
+    # Numbers are divided by 64 where sums are multiplied by scales anyway.
+    PARTS: tl.constexpr = (
+        ASSEMBLY and KIND == 2 and GROUPS > 0 and ZEROS != 1 and not ROUND
+    ) and xs[0].dtype == tl.bfloat16
     of_slice = zeros
     if ZEROS == 1:
         of_slice = zeros[0], zeros[1 // PER], zeros[2 // PER], zeros[3 // PER]
-    tiles = numbers(words, of_slice, KIND, xs[0].dtype, ZEROS == 1, ASSEMBLY)
+    if PARTS:
+        tiles = int4_parts(words)
+    else:
+        tiles = numbers(words, of_slice, KIND, xs[0].dtype, ZEROS == 1, ASSEMBLY)
     if KIND == 3:
         for i in tl.static_range(SLICES):
             acc = tl.dot(scaled(tiles[i], scales[i], GROUP, E8M0), xs[i].T, acc)
@@ -87,7 +195,7 @@ def add_products(
             for i in tl.static_range(1, PER):
                 part = tl.dot(tiles[g * PER + i], xs[g * PER + i].T, part)
             scale = scales[g].to(tl.float32)
-            acc += scale[:, None] * part
+            acc += (scale * (64.0 if PARTS else 1.0))[:, None] * part
             if ZEROS == 2:
                 offset = zeros[g].to(tl.float32)
                 if KIND == 2:

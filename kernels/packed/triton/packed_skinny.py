@@ -34,7 +34,7 @@ from ...quant.triton.packed_scales import factors_of
 from ..choice import EXACT_ROWS
 from ..kinds import GATE_UP, PARTS, PLAIN
 from .arguments import product_arguments, scale_arguments
-from .packed_products import add_products
+from .packed_products import FUSED_FACTOR, add_span
 
 
 @triton.jit
@@ -105,11 +105,14 @@ def _packed_kernel(
     TMA: tl.constexpr,
     EARLY: tl.constexpr,  # words of a row prefetched before the input is ready
     DTYPE: tl.constexpr,
-    ROUND: tl.constexpr,  # scales multiply numbers instead of sums, see `add_products`
+    ROUND: tl.constexpr,  # scales multiply numbers instead of sums, see `add_span`
+    PRODUCTS: tl.constexpr,  # of a span, see `add_span`
+    FUSED: tl.constexpr,
     ASSEMBLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     COLUMNS: tl.constexpr = WIDTH * SLICES
+    X_WIDTH: tl.constexpr = COLUMNS // PRODUCTS
     block = tl.program_id(1) // split_k  # consecutive programs read the same weights
     part = tl.program_id(1) % split_k
     n_start = block * BLOCK_N
@@ -140,23 +143,14 @@ def _packed_kernel(
     wait_for_inputs(PDL)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     acc_up = acc
-    squares = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+    squares = tl.zeros([BLOCK_M, X_WIDTH], tl.float32)
     for k in range(k_start, k_end, COLUMNS):
         w = _tile(w_source, n_start, k // SLICES, total_rows, num_words, BLOCK_N, WIDTH, TMA)
         xs = ()
-        for i in tl.static_range(SLICES):
+        for i in tl.static_range(PRODUCTS):
             x, squares = _inputs(
-                x_source,
-                gain,
-                squares,
-                m_start,
-                k + i * WIDTH,
-                num_rows,
-                num_inputs,
-                BLOCK_M,
-                WIDTH,
-                NORM,
-                TMA,
+                *(x_source, gain, squares, m_start, k + i * X_WIDTH, num_rows, num_inputs),
+                *(BLOCK_M, X_WIDTH, NORM, TMA),
             )
             xs = xs + (x,)
         now, now_up, zero, zero_up = s, s_up, z, z_up
@@ -166,15 +160,18 @@ def _packed_kernel(
             s, z = factors_of(scales, zeros, sizes, ahead, n, more, FACTORS)
             if MODE == 2:
                 s_up, z_up = factors_of(scales, zeros, sizes, ahead, up, more, FACTORS)
-        acc = add_products(acc, w, xs, now, zero, FORM)
+        acc = add_span(acc, w, xs, now, zero, FORM, FUSED)
         if MODE == 2:
             w = _tile(
                 *(w_source, num_outputs + n_start, k // SLICES, total_rows, num_words),
                 *(BLOCK_N, WIDTH, TMA),
             )
-            acc_up = add_products(acc_up, w, xs, now_up, zero_up, FORM)
+            acc_up = add_span(acc_up, w, xs, now_up, zero_up, FORM, FUSED)
 
     inside = is_row[:, None] & (m < num_rows)[None, :]
+    if FUSED:
+        acc *= FUSED_FACTOR
+        acc_up *= FUSED_FACTOR
     if NORM:  # the scale of the whole row is applied last
         scale = tl.rsqrt(tl.sum(squares, 1) / num_inputs + eps)
         acc *= scale[None, :]
@@ -206,6 +203,16 @@ def _rounds(choice: Skinny, mode: int) -> bool:
     return choice.block_m > EXACT_ROWS and sums * (2 if mode == GATE_UP else 1) > 64
 
 
+def _fits_fused(weight: TiledWeight, x: Tensor) -> bool:
+    """Whether one instruction makes rounded numbers of codes and scales."""
+    dtypes = {x.dtype, weight.scales.dtype}
+    return (
+        weight.kind == "int4"
+        and weight.zeros is weight.offsets is None
+        and (dtypes == {torch.bfloat16} and not x.is_cpu)
+    )
+
+
 def multiply(
     x: Tensor,
     weight: TiledWeight,
@@ -235,10 +242,12 @@ def multiply(
     if tma is None:
         tma = has_tma(x) and fits_tma(weight.words, x)
     w_source, x_source = weight.words, x
+    arguments, rounds = scale_arguments(weight, x), _rounds(choice, mode)
+    products = 1 if rounds or weight.kind == "fp4" else max(arguments["GROUPS"], 1)
     if tma:
         w_source = TensorDescriptor.from_tensor(weight.words, [choice.block_n, width])
         if norm is None:
-            x_source = TensorDescriptor.from_tensor(x, [choice.block_m, width])
+            x_source = TensorDescriptor.from_tensor(x, [choice.block_m, columns // products])
     options = pdl_options(x)
     early = choice.early if options["PDL"] else 0
     while early > span // slices:
@@ -254,13 +263,15 @@ def multiply(
         span=span,
         split_k=split_k,
         **product_arguments(x, weight, mode, bias, activation, norm, residual),
-        **scale_arguments(weight, x),
+        **arguments,
         BLOCK_N=choice.block_n,
         BLOCK_M=choice.block_m,
         WIDTH=width,
         TMA=tma,
         EARLY=early,
-        ROUND=_rounds(choice, mode),
+        ROUND=rounds,
+        PRODUCTS=products,
+        FUSED=rounds and _fits_fused(weight, x),
         num_warps=choice.num_warps,
         num_stages=choice.stages,
         **options,

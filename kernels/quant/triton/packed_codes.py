@@ -116,6 +116,19 @@ _FP4_BF16 = _assembly(_floats(4, "bf16", (12, 8, 4, 0), 0x01C0, 0x7E80), 4)  # t
 _FP4_F16 = _assembly(_floats(4, "f16", (12, 8, 4, 0), 0x0E00, 0x7400), 4)  # times 2 ** 14
 _INT8_BF16, _INT8_F16 = _assembly(_int8("bf16"), 2), _assembly(_int8("f16"), 2)
 _INT4_BF16, _INT4_F16 = _assembly(_int4("bf16", True), 4), _assembly(_int4("f16", True), 4)
+
+
+def _int4_parts() -> list[str]:
+    """Lines for (codes - 8) / 64 in bfloat16: one instruction multiplies the tiny floats that masks
+    make of codes, and subtracts."""
+    lines = ["mov.b32 c, 0xbe00be00;", *_masked(4, "")]  # -8 / 64
+    for index in range(4):  # times 2 ** 127 or 2 ** 123
+        factor = 0x7D00 if index % 2 else 0x7F00
+        lines += [f"mov.b32 b, {_twice(factor)};", f"fma.rn.bf16x2 ${index}, ${index}, b, c;"]
+    return lines
+
+
+_INT4_PARTS = _assembly(_int4_parts(), 4)
 _MASKED_4 = _assembly(_masked(4, ""), 4)
 _MASKED_FP8_BF16, _MASKED_FP8_F16 = (_assembly(_masked(8, of), 2) for of in ("bf16", "f16"))
 _RAW_BF16, _RAW_F16 = _assembly(_int4("bf16", False), 4), _assembly(_int4("f16", False), 4)
@@ -189,6 +202,12 @@ def int4_codes(words, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
         a, b = plain_numbers(words, 0, 2).to(DTYPE), plain_numbers(words, 1, 2).to(DTYPE)
         c, d = plain_numbers(words, 2, 2).to(DTYPE), plain_numbers(words, 3, 2).to(DTYPE)
     return a, b, c, d
+
+
+@triton.jit
+def int4_parts(words):
+    """(Codes of "int4" - 8) / 64 of each slice, in bfloat16: a tuple of 4 tiles."""
+    return _four(words, _INT4_PARTS, tl.bfloat16)
 
 
 @triton.jit

@@ -51,6 +51,12 @@ def run(assembly: str, word: Tensor, outputs: int) -> list[Tensor]:
         if kind == "lop3":
             a, b, c, table = inputs
             values[target] = {0xEA: a & b | c, 0x6A: a & b ^ c}[int(table)]
+        elif kind == "fma":
+            product = halves(inputs[0], torch.bfloat16) * halves(
+                inputs[1].expand_as(word), torch.bfloat16
+            )
+            exact = product + halves(inputs[2].expand_as(word), torch.bfloat16)
+            values[target] = joined(exact, torch.bfloat16)
         elif kind in ("mul", "sub"):
             dtype = HALVES[name.rsplit(".", 1)[1].removesuffix("x2")]
             values[target] = paired(kind, inputs[0], inputs[1], dtype)
@@ -67,7 +73,10 @@ def halves(register: Tensor, dtype: torch.dtype) -> Tensor:
 
 def paired(kind: str, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     left, right = halves(a, dtype), halves(b.expand_as(a), dtype)
-    exact = left * right if kind == "mul" else left - right
+    return joined(left * right if kind == "mul" else left - right, dtype)
+
+
+def joined(exact: Tensor, dtype: torch.dtype) -> Tensor:
     rounded = exact.to(dtype)
     assert torch.equal(rounded.double(), exact)  # never rounds
     bits = rounded.view(torch.int16).long() & 0xFFFF
@@ -95,6 +104,15 @@ def test_every_word_becomes_its_numbers(name: str, kind: Kind, dtype: str) -> No
         pair = halves(register, HALVES[dtype])
         assert torch.equal(pair[:, 0], expected[index])
         assert torch.equal(pair[:, 1], torch.roll(expected[index], 12345))
+
+
+def test_parts_of_codes_are_exact() -> None:
+    words = torch.arange(1 << 16)
+    found = run(packed_codes._INT4_PARTS.value, words | torch.roll(words, 9) << 16, 4)
+    for index, register in enumerate(found):
+        pair = halves(register, torch.bfloat16) * 64
+        assert torch.equal(pair[:, 0], (words >> 4 * index & 15) - 8.0)
+        assert torch.equal(pair[:, 1], torch.roll((words >> 4 * index & 15) - 8.0, 9))
 
 
 @pytest.mark.parametrize(("name", "base"), [("_RAW_BF16", 128), ("_RAW_F16", 1024)])
