@@ -6,8 +6,9 @@
 `one` times a chain of layers of Llama 8B's shape for one request, in a CUDA graph with dependent
 launches as in a real step: attention, norms, products. One kernel at a time differs from the
 fastest chain so far, and a faster one replaces it, so that the last line is the best found. `many`
-times single layers with 128 and 256 rows. Weights of all layers together do not fit the cache. All
+times single layers of int4 with 128, 256 and 64 rows. Weights together do not fit the cache. All
 kernels are compiled first, in parallel processes and without the GPU; `--compile-only` ends there.
+Both print the best choices as lines for the tables of `kernels.packed.choice`.
 
 A line: microseconds of a layer, the difference to the fastest so far (* if faster), the relative
 error against torch, and what differs.
@@ -106,9 +107,9 @@ ATTENTION: tuple[dict[str, Any], ...] = (
     {"splits": 4},
     {"early": False},
 )
-HEIGHTS = (64, 128, 256)  # rows of a program in `many`
+HEIGHTS = (64, 128)  # rows of a program in `many`; more do not fit shared memory
 # block_n, stages, warps
-TALL = ((64, 3, 4), (64, 4, 4), (128, 3, 8), (128, 2, 8), (64, 2, 4))
+TALL = ((64, 3, 4), (128, 3, 8), (128, 2, 8), (64, 2, 4))
 
 
 # --- one request ---------------------------------------------------------------------------------
@@ -284,9 +285,10 @@ def many(bench: Bench, args: argparse.Namespace, deadline: float) -> None:
     measurement = None
     if not bench.is_dry:
         measurement = measure_packed.Measurement(measure_packed.Path("/dev/null"), deadline)
-    for rows in (128, 256):
+    for rows in (128, 256, 64):
         for shape in measure_packed.SHAPES[:4]:
-            for rounds in (True, False):
+            fastest: list[tuple[float, str, list[Any]]] = []
+            for rounds in (True, False) if rows > 64 else (False,):
                 choices: list[PackedChoice] = [
                     choice for choice, own in tall_tiles(rows, shape) if own == rounds
                 ]
@@ -302,8 +304,11 @@ def many(bench: Bench, args: argparse.Namespace, deadline: float) -> None:
                         return
                     measurement.run(rows, shape, "int4")
                     found = measurement.figures["cases"][-1]["found"]
-                    for us, _, *of in reversed(found[:4]):
-                        print(f"    {us:7.1f} us {'rounds' if rounds else 'exact '} {of}")
+                    how = "rounds" if rounds else "exact"
+                    fastest += [(us, how, of) for us, _, *of in found]
+            for us, how, of in sorted(fastest, key=lambda item: item[0])[:6]:
+                sizes = f"({', '.join(map(str, [of[1], *of[3:7]]))})" if len(of) > 1 else "a copy"
+                print(f"    {us:7.1f} us {how:6} (_{shape.role.upper()}, {rows}): {sizes},")
 
 
 def compile_layers(choices: list[PackedChoice], rows: int, shape: Shape) -> None:
