@@ -32,6 +32,10 @@ def patch() -> None:
     _patch_language_once()
     _derive_types_of_tuples_late()
     _keep_dtypes()
+    _keep_shapes()
+    _keep_promotions()
+    _leave_equal_types()
+    _compute_no_unread_overflow()
 
 
 def _accept_bounds_of_loops() -> None:
@@ -49,6 +53,20 @@ def _accept_bounds_of_loops() -> None:
 def _patch_language_once() -> None:
     """The interpreter patches Triton's language anew for each launch and each call of a function
     in a kernel, which takes longer than most such calls."""
+    of_builtin = language.core.builtin(lambda: None).__code__
+
+    def patch_attr(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        semantic = interpreter.TritonSemantic(builder)
+        if member.__code__ is of_builtin:  # it only checks that there is a `_semantic`
+            member = member.__wrapped__
+
+        def with_semantic(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return member(*args, **kwargs)
+
+        scope.set_attr(owner, name, with_semantic)
+
+    interpreter._patch_attr = patch_attr
     everywhere = SimpleNamespace(__globals__={"tl": language, "core": language.core})
     interpreter._patch_lang(everywhere)
     nothing = interpreter._LangPatchScope()
@@ -65,14 +83,15 @@ def _derive_types_of_tuples_late() -> None:
         else:
             of_triton(self, args, type)
 
-    late = cached_property(lambda self: language.core._type_for_tuple_values(self.values))
-    late.__set_name__(language.core.tuple, "type")
-    language.core.tuple.type = late
+    _late(
+        language.core.tuple, "type", lambda self: language.core._type_for_tuple_values(self.values)
+    )
     language.core.tuple.__init__ = init
 
 
 def _keep_dtypes() -> None:
-    """The interpreter makes its table of NumPy's types anew each time that it looks one up."""
+    """The interpreter makes its table of NumPy's types anew each time that it looks one up, and
+    finds the type of a name by comparing it with all names."""
     of_scalar, of_pointer = cache(interpreter._get_np_dtype), np.dtype(np.uint64)
 
     def np_dtype(of_triton: Any) -> Any:
@@ -80,6 +99,133 @@ def _keep_dtypes() -> None:
         return of_pointer if scalar.is_ptr() else of_scalar(scalar)
 
     interpreter._get_np_dtype = np_dtype
+    core, to_ir, known = language.core, language.core.dtype.to_ir, {}
+
+    def to_ir_once(self: Any, builder: Any) -> Any:
+        if self.name not in known:
+            known[self.name] = to_ir(self, builder)
+        return known[self.name]
+
+    def equal(self: Any, other: Any) -> bool:
+        if self is other:
+            return True
+        other = core._unwrap_if_constexpr(other)
+        return isinstance(other, core.dtype) and self.name == other.name
+
+    core.dtype.to_ir, core.dtype.__eq__ = to_ir_once, equal
+
+
+def _keep_shapes() -> None:
+    """Each tensor makes its shape, and each type of tensors its shape and its name, in objects of
+    Triton. Here types of one shape share them, and what is seldom read is made when it is read."""
+    core = language.core
+    constexpr, lists = core.constexpr, (list, core.tuple)
+    unwrap = core._unwrap_if_constexpr
+    plain = {int, float, bool, str, type(None), core.tensor, core.dtype, core.block_type}
+
+    def unwrap_fast(value: Any) -> Any:
+        kind = type(value)
+        if kind is constexpr:
+            return value.value
+        return value if kind in plain else unwrap(value)
+
+    def init_constexpr(self: Any, value: Any) -> None:
+        while isinstance(value, constexpr):
+            value = value.value
+        self.value = value
+
+    @cache
+    def shape_of_type(sizes: tuple[int, ...]) -> tuple[Any, int, Any]:
+        if not sizes:
+            raise TypeError("0d block_type is forbidden")
+        number = core.validate_block_shape(sizes)
+        return core.tuple(sizes), number, core.tuple([constexpr(size) for size in sizes])
+
+    def init_block(self: Any, element_ty: Any, shape: Any) -> None:
+        assert isinstance(shape, lists)
+        self.element_ty = element_ty
+        sizes = tuple([unwrap_fast(size) for size in shape])
+        self.shape, self.numel, self.shape_of_tensors = shape_of_type(sizes)
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape = type.shape_of_tensors if type.is_block() else scalar
+
+    core._unwrap_if_constexpr = unwrap_fast
+    constexpr.__init__ = init_constexpr
+    _late(constexpr, "type", lambda self: core.constexpr_type(self.value))
+    scalar = core.tuple([])
+    core.block_type.__init__ = init_block
+    _late(core.block_type, "name", lambda self: f"<{self.shape}, {self.element_ty}>")
+    core.tensor.__init__ = init_tensor
+    _late(
+        core.tensor,
+        "numel",
+        lambda self: constexpr(self.type.numel if self.type.is_block() else 1),
+    )
+
+
+def _late(owner: Any, name: str, make: Any) -> None:
+    """Let an attribute of a class be made when it is first read."""
+    late = cached_property(make)
+    late.__set_name__(owner, name)
+    setattr(owner, name, late)
+
+
+def _keep_promotions() -> None:
+    """The type of a sum or a product depends only on those of its operands."""
+    semantic = interpreter.TritonSemantic
+    impl, known = semantic.computation_type_impl, {}
+
+    def promoted(self: Any, a: Any, a_scalar: bool, b: Any, b_scalar: bool, division: bool) -> Any:
+        key = (a.name, a_scalar, b.name, b_scalar, division)
+        if key not in known:
+            known[key] = impl(self, a, a_scalar, b, b_scalar, division)
+        return known[key]
+
+    semantic.computation_type_impl = promoted
+
+
+def _leave_equal_types() -> None:
+    """Most operands have the same shape, so that none is to be broadcast, and many the same type,
+    which is then that of their sum or product."""
+    semantic, tensor = interpreter.TritonSemantic, language.core.tensor
+    broadcast_of_triton = semantic.broadcast_impl_value
+    check_of_triton = semantic.binary_op_type_checking_impl
+    kept = {"fp32", "fp64", "int1", "int8", "int16", "int32", "int64"}
+    kept |= {"uint8", "uint16", "uint32", "uint64"}
+
+    def broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
+        blocks = lhs.type.is_block(), rhs.type.is_block()
+        if blocks == (True, True):
+            if lhs.type.shape.values == rhs.type.shape.values:
+                return lhs, rhs
+        elif blocks == (False, False):
+            return lhs, rhs
+        return broadcast_of_triton(self, lhs, rhs)
+
+    def check(self: Any, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(lhs) is tensor and type(rhs) is tensor and lhs.dtype is rhs.dtype:
+            if lhs.dtype.name in kept:
+                return broadcast(self, lhs, rhs)
+        return check_of_triton(self, lhs, rhs, *args, **kwargs)
+
+    semantic.broadcast_impl_value = broadcast
+    semantic.binary_op_type_checking_impl = check
+
+
+def _compute_no_unread_overflow() -> None:
+    """Without its debug option, which the tests leave off, the interpreter computes each sum and
+    product of integers again in 64 bits, compares it with bounds, and does nothing with the
+    result."""
+    semantic = interpreter.TritonSemantic
+    impl = semantic.binary_op_sanitize_overflow_impl
+
+    def sanitize(self: Any, lhs: Any, rhs: Any, operation: Any) -> None:
+        if self.builder.options.debug:
+            impl(self, lhs, rhs, operation)
+
+    semantic.binary_op_sanitize_overflow_impl = sanitize
 
 
 def _check_bounds() -> None:
