@@ -22,7 +22,8 @@ from zlib import crc32
 
 import pytest
 
-if not Path("/dev/nvidiactl").exists():
+HAS_GPU = Path("/dev/nvidiactl").exists()
+if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
@@ -122,6 +123,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     if "httpx" in sys.modules:
         share_tls_context()
+    if "torch" in sys.modules and not HAS_GPU:
+        seed_the_cpu_alone()
+        let_torchs_logs_propagate()
     freeze_imports()
 
 
@@ -132,6 +136,25 @@ def share_tls_context() -> None:
     most requests, and the tests make a client for nearly every request."""
     transports = importlib.import_module("httpx._transports.default")
     transports.__dict__["create_ssl_context"] = functools.cache(transports.create_ssl_context)
+
+
+def seed_the_cpu_alone() -> None:
+    """Let `torch.manual_seed` seed the CPU's generator, without a word to other devices.
+
+    For each of three kinds of devices that are absent it would keep the seed and the printed stack
+    of its caller, which takes longer than most tests."""
+    torch = sys.modules["torch"]
+    torch.random._manual_seed_impl = torch.default_generator.manual_seed
+
+
+def let_torchs_logs_propagate() -> None:
+    """Let pytest catch the logs of torch at the root, where it catches all others.
+
+    It adds its handlers six times for each test to the root and to each logger that does not
+    propagate, and torch has about forty of these."""
+    for name, logger in logging.getLogger().manager.loggerDict.items():
+        if name.startswith("torch") and isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 def freeze_imports() -> None:
