@@ -116,46 +116,6 @@ def check_gguf_architecture(name: object) -> str:
     return GGUF_TYPES[name]
 
 
-# Largest values accepted in a config, each many times that of any known model. A larger one would
-# exhaust the memory before the weights could contradict it.
-_MOST = {
-    "num_hidden_layers": 1024,
-    "vocab_size": 1 << 24,
-    "hidden_size": 1 << 18,
-    "intermediate_size": 1 << 22,
-    "moe_intermediate_size": 1 << 22,
-    "num_attention_heads": 1 << 12,
-    "num_key_value_heads": 1 << 12,
-    "head_dim": 1 << 13,
-    "global_head_dim": 1 << 13,
-    "q_lora_rank": 1 << 18,
-    "kv_lora_rank": 1 << 18,
-    "qk_nope_head_dim": 1 << 13,
-    "qk_rope_head_dim": 1 << 13,
-    "v_head_dim": 1 << 13,
-    "n_routed_experts": 1 << 14,
-    "index_n_heads": 1 << 10,
-    "index_head_dim": 1 << 13,
-    "index_topk": 1 << 20,
-    "num_experts": 1 << 14,
-    "num_local_experts": 1 << 14,
-    "num_experts_per_tok": 1 << 10,
-    "shared_expert_intermediate_size": 1 << 22,
-    "max_position_embeddings": 1 << 28,
-    "sliding_window": 1 << 28,
-    "linear_num_key_heads": 1 << 12,
-    "linear_num_value_heads": 1 << 12,
-    "linear_key_head_dim": 1 << 13,
-    "linear_value_head_dim": 1 << 13,
-    "linear_conv_kernel_dim": 1 << 8,
-}
-_ABOVE_ZERO = (
-    *("num_hidden_layers", "vocab_size", "hidden_size", "intermediate_size"),
-    *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
-)
-_REALS = ("rms_norm_eps", "rope_theta")
-
-
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of the config, with the entries of its `text_config`, if it has one, merged over it.
 
@@ -165,38 +125,6 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     if text is not None and not isinstance(text, Mapping):
         raise NotServed(f"its text_config must be an object, not {short(text)}.")
     return {**config, **(text or {})}
-
-
-def check_numbers(config: Mapping[str, Any]) -> None:
-    """Raise NotServed if a number of a text config is out of range; missing numbers are fine."""
-    for name, most in _MOST.items():
-        value = config.get(name)
-        least = 1 if name in _ABOVE_ZERO else 0
-        if value is not None and not (type(value) is int and least <= value <= most):
-            raise NotServed(
-                f"{name} must be an integer from {least} to {most}, but its config says "
-                f"{short(value)}."
-            )
-    for name in _REALS:
-        _check_positive(name, config.get(name))
-    for rope in (config.get("rope_parameters"), config.get("rope_scaling")):
-        if rope is not None and not isinstance(rope, Mapping):
-            raise NotServed(f"its rope settings must be an object, not {short(rope)}.")
-        for name in ("factor", "rope_theta"):
-            _check_positive(name, (rope or {}).get(name))
-    heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
-    if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
-        raise NotServed(
-            f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})."
-        )
-
-
-def _check_positive(name: str, value: object) -> None:
-    if value is None:
-        return
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (is_number and 0 < value < 1e30):  # type: ignore[operator]
-        raise NotServed(f"{name} must be a number above 0, but its config says {short(value)}.")
 
 
 def check_weights(config: Mapping[str, Any], num_tensors: int, num_bytes: int) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...configs.model.model_config import NotServed, short
+
 GEMMA3_NAMES = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -73,6 +75,14 @@ _SIGMOID = 2  # the gating function of DeepSeek V3
 _SHARED_SIZE = "expert_shared_feed_forward_length"
 
 
+def whole(setting: Callable[[str, Any], Any], key: str, default: int) -> int:
+    """A whole number of the header. Raises NotServed for what is none, or no size."""
+    value = setting(key, default)
+    if type(value) is not int or not 0 <= value < 2**31:
+        raise NotServed(f"{key} must be a whole number, but its header says {short(value)}.")
+    return value
+
+
 def gemma3_settings(config: dict[str, Any], setting: Callable[[str, Any], Any]) -> dict[str, Any]:
     """`config` with Gemma 3's own keys; `setting` reads a key of the header, or gives a default."""
     count, heads = config["num_hidden_layers"], config["num_attention_heads"]
@@ -82,7 +92,7 @@ def gemma3_settings(config: dict[str, Any], setting: Callable[[str, Any], Any]) 
     pattern = ["sliding_attention"] * (_PATTERN - 1) + ["full_attention"]
     return config | {
         "layer_types": (pattern * count)[:count],
-        "sliding_window": int(setting("attention.sliding_window", 512)),
+        "sliding_window": whole(setting, "attention.sliding_window", 512),
         "rope_parameters": {
             "full_attention": config["rope_parameters"],
             "sliding_attention": sliding,
@@ -103,11 +113,11 @@ def expert_settings(
     architecture: str, config: dict[str, Any], setting: Callable[[str, Any], Any]
 ) -> dict[str, Any]:
     """`config` with the keys of experts. `setting` reads a key of the header or gives a default."""
-    found = {name: int(setting(key, 0)) for name, key in EXPERT_NUMBERS.items()}
+    found = {name: whole(setting, key, 0) for name, key in EXPERT_NUMBERS.items()}
     return config | {
         **found,
         "norm_topk_prob": architecture == "qwen3moe",  # as llama.cpp assumes
-        "shared_expert_intermediate_size": int(setting(_SHARED_SIZE, 0)),
+        "shared_expert_intermediate_size": whole(setting, _SHARED_SIZE, 0),
         "attention_bias": False,
         "qkv_bias": config["attention_bias"],
     }
@@ -128,11 +138,11 @@ def gpt_oss_settings(config: dict[str, Any], setting: Callable[[str, Any], Any])
     """`config` with gpt-oss's own keys; `setting` as above."""
     pattern = ["sliding_attention", "full_attention"]
     return config | {
-        "num_local_experts": int(setting("expert_count", 0)),
-        "num_experts_per_tok": int(setting("expert_used_count", 0)),
-        "intermediate_size": int(setting("expert_feed_forward_length", 0)),
+        "num_local_experts": whole(setting, "expert_count", 0),
+        "num_experts_per_tok": whole(setting, "expert_used_count", 0),
+        "intermediate_size": whole(setting, "expert_feed_forward_length", 0),
         "layer_types": (pattern * config["num_hidden_layers"])[: config["num_hidden_layers"]],
-        "sliding_window": int(setting("attention.sliding_window", 128)),
+        "sliding_window": whole(setting, "attention.sliding_window", 128),
         "rope_parameters": config["rope_parameters"] | {"truncate": False},
     }
 
@@ -143,35 +153,40 @@ def deepseek_settings(config: dict[str, Any], setting: Callable[[str, Any], Any]
     Files that have attn_k_b state the sizes of cached rows as those of heads, and the sizes of
     heads apart.
     """
-    key = int(setting("attention.key_length_mla", config["head_dim"]))
-    value = int(setting("attention.value_length_mla", setting("attention.value_length", key)))
-    rope = int(setting("rope.dimension_count", 64))
-    groups = int(setting("expert_group_count", 1))
-    is_v3 = int(setting("expert_gating_func", 1)) == _SIGMOID
+    key = whole(setting, "attention.key_length_mla", config["head_dim"])
+    value = whole(setting, "attention.value_length_mla", setting("attention.value_length", key))
+    rope = whole(setting, "rope.dimension_count", 64)
+    groups = whole(setting, "expert_group_count", 1)
+    is_v3 = whole(setting, "expert_gating_func", 1) == _SIGMOID
     q_rank = setting("attention.q_lora_rank", None)
     if not 0 < rope < key:
         raise ValueError(f"heads of {key} numbers cannot have {rope} that are rotated")
     turn = config["rope_parameters"]
     if (multiplier := setting("rope.scaling.yarn_log_multiplier", None)) is not None:
-        turn = turn | dict.fromkeys(("mscale", "mscale_all_dim"), 10.0 * float(multiplier))
+        if type(multiplier) is not float or not 0 <= multiplier < 1e30:
+            raise NotServed(
+                "rope.scaling.yarn_log_multiplier must be a number of at least 0, but its header "
+                f"says {short(multiplier)}."
+            )
+        turn = turn | dict.fromkeys(("mscale", "mscale_all_dim"), 10.0 * multiplier)
     return config | {
         "model_type": "deepseek_v3" if is_v3 else "deepseek_v2",
         "num_key_value_heads": config["num_attention_heads"],
         "head_dim": rope,
-        "q_lora_rank": None if q_rank is None else int(q_rank),
-        "kv_lora_rank": int(setting("attention.kv_lora_rank", 512)),
+        "q_lora_rank": q_rank,
+        "kv_lora_rank": whole(setting, "attention.kv_lora_rank", 512),
         "qk_rope_head_dim": rope,
         "qk_nope_head_dim": key - rope,
         "v_head_dim": value,
-        "n_routed_experts": int(setting("expert_count", 0)),
-        "n_shared_experts": int(setting("expert_shared_count", 0)),
-        "num_experts_per_tok": int(setting("expert_used_count", 0)),
-        "moe_intermediate_size": int(setting("expert_feed_forward_length", 0)),
-        "first_k_dense_replace": int(setting("leading_dense_block_count", 0)),
-        "routed_scaling_factor": float(setting("expert_weights_scale", 1.0)),
+        "n_routed_experts": whole(setting, "expert_count", 0),
+        "n_shared_experts": whole(setting, "expert_shared_count", 0),
+        "num_experts_per_tok": whole(setting, "expert_used_count", 0),
+        "moe_intermediate_size": whole(setting, "expert_feed_forward_length", 0),
+        "first_k_dense_replace": whole(setting, "leading_dense_block_count", 0),
+        "routed_scaling_factor": setting("expert_weights_scale", 1.0),
         "norm_topk_prob": bool(setting("expert_weights_norm", False)),
         "n_group": groups,
-        "topk_group": int(setting("expert_group_used_count", groups)),
+        "topk_group": whole(setting, "expert_group_used_count", groups),
         "topk_method": "noaux_tc" if is_v3 else "greedy" if groups == 1 else "group_limited_greedy",
         "rope_parameters": turn,
         "attention_bias": False,

@@ -18,10 +18,10 @@ from ...configs.model.model_config import (
     GGUF_NUMBERS,
     NotServed,
     check_gguf_architecture,
-    check_numbers,
     check_weights,
     eos_token_ids,
 )
+from ...configs.model.numbers import check_numbers
 from ...kernels.cpu.formats import STORED_TYPES, StoredRows
 from ..errors import ModelLoadError, first_line
 from . import gguf_families as families
@@ -45,6 +45,7 @@ _BLOCK_NAMES = {
 }
 _TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _MAY_LACK = ("num_key_value_heads", "head_dim", "rope_theta")  # numbers with a default
+_ORIGINAL_LENGTH = "rope.scaling.original_context_length"
 _LONG_ARRAY = 1024  # arrays longer than this are vocabularies
 _ROPE_DIVISORS = "rope_freqs.weight"  # the frequencies' divisors under llama3 scaling
 
@@ -138,7 +139,11 @@ class GGUFFile:
         if self.architecture in families.WITH_EXPERTS:
             keys = GGUF_NUMBERS | families.EXPERT_NUMBERS
         numbers = {name: self._setting(key) for name, key in keys.items()}
-        numbers["rope_parameters"] = {"factor": self._setting("rope.scaling.factor")}
+        scaling = {
+            "factor": self._setting("rope.scaling.factor"),
+            "original_max_position_embeddings": self._setting(_ORIGINAL_LENGTH),
+        }
+        numbers["rope_parameters"] = scaling
         table = self._tensors.get("token_embd.weight")
         try:
             check_numbers(numbers)
@@ -169,15 +174,19 @@ class GGUFFile:
             "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
             "rope_parameters": self._rope(),
         }
+        return self._own_settings(config)
+
+    def _of_family(self, config: dict[str, Any]) -> dict[str, Any]:
+        """`config` with the keys of a family."""
         if self.architecture == "gemma3":
             return families.gemma3_settings(config, self._setting)
         if self.architecture in families.OWN_SETTINGS:
-            return self._own_settings(config)
+            return families.OWN_SETTINGS[self.architecture](config, self._setting)
         if self.architecture in families.WITH_EXPERTS:
             return families.expert_settings(self.architecture, config, self._setting)
-        window = self._setting("attention.sliding_window")
+        window = families.whole(self._setting, "attention.sliding_window", 0)
         if window:
-            config["sliding_window"] = int(window)
+            config["sliding_window"] = window
             if self.architecture == "llama":
                 config["model_type"] = "mistral"
         elif config["model_type"] == "mistral":
@@ -187,7 +196,7 @@ class GGUFFile:
     def _own_settings(self, config: dict[str, Any]) -> dict[str, Any]:
         """`config` with the keys of a family. Raises ModelLoadError for values without sense."""
         try:
-            own = families.OWN_SETTINGS[self.architecture](config, self._setting)
+            own = self._of_family(config)
             check_numbers(own)
         except NotServed as error:
             raise ModelLoadError(f"{self.path} cannot be served: {error}") from error
@@ -210,7 +219,7 @@ class GGUFFile:
         if scaling in ("linear", "yarn"):
             factor = float(self._setting("rope.scaling.factor", 1.0))
             rope |= {"rope_type": scaling, "factor": factor}
-        original = self._setting("rope.scaling.original_context_length")
+        original = self._setting(_ORIGINAL_LENGTH)
         if scaling == "yarn" and original is not None:
             rope["original_max_position_embeddings"] = int(original)
         return rope

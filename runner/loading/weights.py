@@ -16,12 +16,12 @@ import torch
 
 from ...configs.model.model_config import (
     NotServed,
-    check_numbers,
     eos_token_ids,
     merged,
     served_architecture,
     text_config,
 )
+from ...configs.model.numbers import check_numbers
 from ...configs.model.quantisation import (
     MODELOPT_FILE,
     Quantisation,

@@ -18,7 +18,6 @@ from ...configs.model.model_config import (
     OTHER_WEIGHTS,
     NotServed,
     check_gguf_architecture,
-    check_numbers,
     check_weights,
     eos_token_ids,
     is_file_name,
@@ -27,6 +26,7 @@ from ...configs.model.model_config import (
     short,
     text_config,
 )
+from ...configs.model.numbers import check_numbers
 from ...configs.model.quantisation import MODELOPT_FILE, check_quantisation, from_modelopt_file
 from ...configs.paths import PathError, local_path
 from ...configs.schema import Config

@@ -29,6 +29,7 @@ def gguf_file(path: Path, drop: str = "", **changes: Any) -> Path:
         if key == drop:
             continue
         add = {int: writer.add_uint64, float: writer.add_float32, str: writer.add_string}
+        add[bool] = writer.add_bool
         name = f"llama.{key}"
         if isinstance(value, list):
             writer.add_array(name, value)
@@ -42,6 +43,15 @@ def gguf_file(path: Path, drop: str = "", **changes: Any) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
+
+
+@pytest.mark.parametrize("value", [-1, 2.5, "8", True, [8], 2**40], ids=str)
+def test_a_window_that_is_no_length_is_named(tmp_path: Path, value: Any) -> None:
+    _, worker = sentences(gguf_file(tmp_path / "m.gguf", **{"attention.sliding_window": value}))
+    assert worker is not None and "attention.sliding_window must be a whole number" in worker
 
 
 @pytest.mark.parametrize(
@@ -61,6 +71,10 @@ def gguf_file(path: Path, drop: str = "", **changes: Any) -> Path:
         ({"rope.freq_base": float("inf")}, "rope_theta must be"),
         ({"rope.scaling.type": "yarn", "rope.scaling.factor": "x"}, "factor must be"),
         ({"context_length": 2**63}, "max_position_embeddings must be"),
+        (YARN | {"rope.scaling.original_context_length": 0}, "original_max_position_embeddings"),
+        (YARN | {"rope.scaling.original_context_length": -8}, "original_max_position_embeddings"),
+        (YARN | {"rope.scaling.original_context_length": 8.5}, "original_max_position_embeddings"),
+        (YARN | {"rope.freq_base": 1.0}, "rope_theta must be above 1 for YaRN"),
     ],
     ids=str,
 )

@@ -81,7 +81,7 @@ NUMBERS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"rope_parameters": {"rope_type": "linear", "factor": -2.0}}, "factor must be"),
     ({"rope_parameters": {"rope_type": "yarn", "factor": 0}}, "factor must be"),
-    ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, ""),
+    ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "needs low_freq_factor"),
     ({"rope_parameters": {"rope_type": "spiral"}}, ""),
     ({"rope_parameters": [1]}, "rope settings must be an object"),
     ({"hidden_act": "relu6"}, ""),
