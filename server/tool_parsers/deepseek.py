@@ -4,6 +4,7 @@ and in the markup DSML of V3.2 and V4, which also has grammars."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -244,6 +245,7 @@ def _calls(calls: Sequence[Mapping[str, Any]], parallel: bool) -> dict[str, Any]
 def _call_tag(function: Mapping[str, Any], budget: Budget | None) -> dict[str, Any]:
     """A call whose parameters fit the function's; raises SchemaError."""
     schema = _objects(parameters_of(function, budget))
+    _refuse_ends(schema, True)
     content = {
         "type": "json_schema",
         "json_schema": _listed(schema) if function.get("strict") is True else schema,
@@ -251,6 +253,29 @@ def _call_tag(function: Mapping[str, Any], budget: Budget | None) -> dict[str, A
         "max_whitespace_cnt": _MAX_WHITESPACE,
     }
     return _tag(function, content)
+
+
+def _refuse_ends(schema: Any, is_outer: bool = False) -> None:
+    """Raise SchemaError if a value or name that the schema demands holds the end of a parameter.
+
+    DSML has no way to write it: DeepSeek's own encoder does not escape it. Only the names of
+    parameters, which `is_outer` says of an object's, are in quotation marks of the markup."""
+    if isinstance(schema, list):
+        for each in schema:
+            _refuse_ends(each, is_outer)
+    if not isinstance(schema, Mapping):
+        return
+    pattern = schema.get("pattern", "")
+    names = [] if is_outer else list(schema.get("properties") or {})
+    demanded = [schema.get("enum"), schema.get("const"), names, re.sub(r"\\(.)", r"\1", pattern)]
+    if any(PARAMETER_END in json.dumps(value, ensure_ascii=False) for value in demanded):
+        raise SchemaError(f"DSML cannot write a value that holds {PARAMETER_END}")
+    for key in ("anyOf", "oneOf", "allOf"):
+        _refuse_ends(schema.get(key), is_outer)
+    for key in ("items", "prefixItems", "additionalProperties", "not"):
+        _refuse_ends(schema.get(key))
+    for key in ("properties", "patternProperties", "$defs"):
+        _refuse_ends(list((schema.get(key) or {}).values()))
 
 
 def _objects(schema: dict[str, Any]) -> dict[str, Any]:

@@ -220,6 +220,37 @@ def test_parameters_that_are_not_an_object_are_refused_or_narrowed() -> None:
             assert not accepts(grammar, value), parameters
 
 
+END = "</｜DSML｜parameter>"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"enum": ["a", f"b{END}"]},
+        {"const": f"{END}b"},
+        {"type": "string", "pattern": f"^a{END}$".replace("/", r"\/")},
+        {"type": "array", "items": {"enum": [f"x{END}"]}},
+        {"type": "object", "properties": {END: TEXT}, "additionalProperties": False},
+        {"anyOf": [TEXT, {"const": [{"a": END}]}]},
+    ],
+)
+def test_a_demanded_value_that_holds_the_end_of_a_parameter_is_refused(schema: Any) -> None:
+    """Nothing escapes it, so that the call could not be read back."""
+    parameters = {
+        "type": "object",
+        "properties": {"a": schema},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    sentence = "DSML cannot write a value that holds"
+    with pytest.raises(SchemaError, match=sentence):
+        V4_FORM.strict_grammar([tool("f", parameters, strict=True)])
+    with pytest.raises(SchemaError, match=sentence):
+        V4_FORM.forced_grammar([tool("f", parameters)])
+    described = {**parameters, "properties": {"a": {**TEXT, "description": END}}}
+    assert V4_FORM.strict_grammar([tool("f", described, strict=True)]) is not None
+
+
 @FORMS
 def test_a_constrained_call_that_is_cut_stays_open(form: type[DsmlToolParser]) -> None:
     """Arguments that end where a stop string or the limit of tokens cuts them are not whole."""
