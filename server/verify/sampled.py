@@ -241,13 +241,33 @@ def _judge(sampled: Sampled, level: float, report: Report) -> None:
         if known.impossible:
             faults.append(f"{len(known.impossible)} tokens were emitted that the options forbid")
         faults += [f for name, bet in known.bets.items() if (f := _fault(name, bet, level))]
-        least = min(bet.detectable(level) for bet in known.bets.values())
-        trials = max(bet.num_trials for bet in known.bets.values())
         text += "; " if text else ""
-        text += f"{trials} tokens against known probabilities would show a bias of {percent(least)}"
+        text += _strength(known, level)
         figures |= {name: bet_figures(bet, level) for name, bet in known.bets.items()}
         figures["unknown"] = known.num_unknown
-    report.add(GROUP, sampled.option.name, not faults, "; ".join(faults) or text, **figures)
+    if known is not None and not faults and least_bias(known, level) >= 1:
+        report.note(GROUP, sampled.option.name, text, **figures)  # half of the check is not made
+    else:
+        report.add(GROUP, sampled.option.name, not faults, "; ".join(faults) or text, **figures)
+
+
+def least_bias(known: Known, level: float) -> float:
+    """The smallest bias that the bets on some event would show; 1 if they would show none."""
+    return min(bet.detectable(level) for bet in known.bets.values())
+
+
+def _strength(known: Known, level: float) -> str:
+    """What the bets at known probabilities would show, or why they show nothing."""
+    trials = max(bet.num_trials for bet in known.bets.values())
+    least = least_bias(known, level)
+    if least < 1:
+        return f"{trials} tokens against known probabilities would show a bias of {percent(least)}"
+    if not trials and known.num_unknown:
+        return (
+            "not shown against known probabilities, which the listed tokens determine at none of "
+            f"{known.num_unknown} positions: a cut-off is beyond them or within rounding of a tie"
+        )
+    return f"not shown against known probabilities: {trials} tokens are too few to show any bias"
 
 
 def _words(two: Comparison) -> str:
@@ -289,7 +309,8 @@ def _judge_together(found: Sequence[Sampled], level: float, report: Report) -> N
             if sampled.known is not None:
                 joint.join(sampled.known.bets[name])
         if not joint.num_trials:
-            report.skip(GROUP, f"all options: {name}", "no draft was judged")
+            why = "no draft was judged" if name == EVENTS[0] else "no probability was known"
+            report.skip(GROUP, f"all options: {name}", why)
             continue
         text = _fault(name, joint, level) or (
             f"{joint.hits} times, {joint.expected:.1f} expected in {joint.num_trials}; a bias of "
