@@ -253,6 +253,7 @@ def start_key(config: Config) -> str:
         None if drafts.model is None else _shapes_of(drafts.model),
         _without(graph, "cudagraph_capture_sizes", "debug_compare_eager"),
         os.environ.get("SLIPSTREAM_PDL", ""),
+        os.environ.get("SLIPSTREAM_HOPPER_PREFILL", ""),
         config.parallel.tensor_parallel_size,
         config.parallel.enable_expert_parallel,
     )

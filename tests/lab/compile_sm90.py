@@ -144,6 +144,9 @@ def attention() -> None:
             row = rule.cache_row(dim)
             cache = t(*cache.shape[:-1], row, dtype=torch.float8_e4m3fn)
         run(query, cache, PagedRows(*where), rule, splits)
+        if (dim, queries, dtype) == (128, 200, BF16):
+            hopper = module("hopper_prefill").hopper_prefill
+            hopper(query, cache, PagedRows(*where), rule, t(*query.shape))
         if dtype is BF16 and queries in (1, 100):  # the kernels of `--batch-invariant`
             out = t(4 * queries, heads * group, rule.head_dim_v or dim)
             for alone in (False, True):

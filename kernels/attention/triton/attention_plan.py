@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,8 @@ _FEW = 16  # with fewer programs of large heads, all splits work and a second ke
 _LEAST_KEYS = 128  # with more programs, a split is worthwhile from this number of keys on
 _ALONE = 16384  # up to this number of key values (keys x head size), one split does all the work
 _KEYS_OF_A_SPLIT = 128  # splits have at least this number of keys of the longest context
+_HOPPER_PREFILL = "0"  # where the environment does not say
+_HOPPER_TILE_ROWS = 128
 # Measured on an H200 with `tests/lab/measure_ragged.py`, for heads of 128 values.
 _LONG = 512  # longer contexts are split even if all programs together fill the GPU
 _LEAST_VALUES = 512  # of a split; more are not worth it if programs fill the GPU many times
@@ -97,6 +100,19 @@ def num_splits(
     ):
         splits *= 2
     return splits
+
+
+def hopper_prefill_wanted(query: Tensor) -> bool:
+    """Whether long queries [T, Hq, D] should use the kernel for Hopper GPUs if it fits.
+
+    It does if SLIPSTREAM_HOPPER_PREFILL=1 and there are tiles for all multiprocessors.
+    """
+    card = card_of(query.device)
+    if card is None or card.capability[0] != 9:
+        return False
+    wanted = os.environ.get("SLIPSTREAM_HOPPER_PREFILL", _HOPPER_PREFILL) == "1"
+    tiles = query.shape[0] * query.shape[1] // _HOPPER_TILE_ROWS
+    return wanted and tiles >= card.num_processors
 
 
 def prefill_splits(programs: int, most: int, processors: int) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...launch import hash_functions, pdl_options, wait_for_inputs
 from ..paged_rows import AttentionRule, PagedRows
-from .attention_plan import Launch, num_processors, plan_launch
+from .attention_plan import Launch, hopper_prefill_wanted, num_processors, plan_launch
 from .fixed_splits import fixed_attention
 from .latent_rows import load_latent, load_rotary
 from .online_softmax import LOG2E, absorb, soft_capped
@@ -263,6 +263,15 @@ def _attend(
         query.element_size(),
     )
     if splits is None and _is_prefill(launch, query, kv_cache, rule):
+        if hopper_prefill_wanted(query):
+            from .hopper_prefill import (
+                fits,
+                hopper_prefill,
+            )  # Gluon is an experimental part of Triton
+
+            if fits(query, kv_cache, rows, rule):
+                hopper_prefill(query, kv_cache, rows, rule, out)
+                return
         prefill_attention(query, kv_cache, rows, rule, out)
         return
     if splits is None:

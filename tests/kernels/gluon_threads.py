@@ -1,0 +1,282 @@
+"""Runs a Gluon kernel on the CPU: each role of a program is a thread, and a copy engine is another.
+
+Gluon has no interpreter. Here the functions of a kernel's module run as plain Python over torch
+tensors. Copies arrive late and are NaN until then, asynchronous products read their operands when
+they are waited for, and barriers count arrivals and bytes as those of the hardware do. So a missing
+wait becomes a wrong result, and a missing arrival a timeout. Layouts of registers are ignored.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.language import constexpr
+from triton.runtime.jit import JITFunction
+
+TIMEOUT = 60.0  # seconds until a wait counts as a deadlock
+PANEL = 64  # values of a row in shared memory before the next row follows
+
+
+class Pointer:
+    """A pointer, or a tensor of pointers, into the memory of a torch tensor."""
+
+    def __init__(self, tensor: Tensor, offset: Any = None) -> None:
+        size = tensor.untyped_storage().nbytes() // tensor.element_size()
+        self.memory = tensor.as_strided((size,), (1,), 0)
+        self.offset = tensor.storage_offset() if offset is None else offset
+        self.dtype = SimpleNamespace(element_ty=tensor.dtype)
+
+    def __add__(self, offset: Any) -> Pointer:
+        return Pointer(self.memory, self.offset + offset)
+
+    def places(self, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The offsets, 0 where masked, and the mask."""
+        at = torch.as_tensor(self.offset)
+        inside = (
+            torch.ones_like(at, dtype=torch.bool) if mask is None else mask.broadcast_to(at.shape)
+        )
+        assert ((at >= 0) & (at < len(self.memory)) | ~inside).all(), "outside the tensor"
+        return torch.where(inside, at, 0), inside
+
+
+def load(pointer: Pointer, mask: Tensor | None = None, other: float = 0) -> Tensor:
+    at, inside = pointer.places(mask if mask is None else torch.as_tensor(mask))
+    return torch.where(inside, pointer.memory[at], other)
+
+
+def store(pointer: Pointer, value: Tensor, mask: Tensor | None = None) -> None:
+    at, inside = pointer.places(mask)
+    pointer.memory[at[inside]] = value.broadcast_to(at.shape)[inside]
+
+
+class Shared:
+    """A part of shared memory: tiles of rows, in which panels of 64 values follow each other."""
+
+    def __init__(self, memory: Tensor, shape: list[int]) -> None:
+        self.memory, self.shape = memory, shape  # [numel]
+
+    def index(self, number: Any) -> Shared:
+        size = self.memory.numel() // self.shape[0]
+        assert 0 <= int(number) < self.shape[0], "outside the allocation"
+        return Shared(self.memory[int(number) * size :][:size], self.shape[1:])
+
+    def _reinterpret(self, _dtype: object, shape: list[int], _layout: object) -> Shared:
+        assert self.memory.numel() == torch.Size(shape).numel()
+        return Shared(self.memory, list(shape))
+
+    def permute(self, _order: object) -> Any:
+        return SimpleNamespace(load=lambda _: self.load(None).T)
+
+    def load(self, _layout: object) -> Tensor:
+        rows, columns = self.shape
+        panels = self.memory.view(columns // PANEL, rows, PANEL)
+        return panels.permute(1, 0, 2).reshape(rows, columns)
+
+    def store(self, value: Tensor) -> None:
+        assert self.shape[-1] == PANEL
+        self.memory.copy_(value.reshape(-1))
+
+
+class Barrier:
+    """A barrier in shared memory: a phase ends after all arrivals and all expected bytes."""
+
+    def __init__(self) -> None:
+        self.count = self.pending = self.bytes = self.phase = 0
+
+    def index(self, _number: object) -> Barrier:
+        return self
+
+
+class Machine:
+    """What stands for `gl`, `tma`, `mbarrier` and the products in a kernel's module."""
+
+    def __init__(self, program: int, num_programs: int) -> None:
+        self.changed = threading.Condition()
+        self.failure: BaseException | None = None
+        self.copies: queue.Queue[Any] = queue.Queue()
+        self.products = threading.local()  # those in flight, of each role
+        plain = lambda *_args, **_options: None  # noqa: E731
+        self.gl = SimpleNamespace(
+            load=load, store=store, static_range=range, zeros=self._zeros, full=self._full,
+            arange=lambda low, high, layout: torch.arange(low, high), where=self._where,
+            maximum=self._extreme(torch.maximum), minimum=self._extreme(torch.minimum),
+            max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis), exp2=torch.exp2,
+            associative_scan=lambda x, axis, _add: x.cumsum(axis), num_warps=lambda: 4,
+            convert_layout=lambda x, _layout: x, cast=lambda x, to: torch.as_tensor(x).to(to),
+            program_id=lambda _: torch.tensor(program),
+            num_programs=lambda _: torch.tensor(num_programs), thread_barrier=plain,
+            allocate_shared_memory=self._allocate, warp_specialize=self._warp_specialize,
+            int32=torch.int32, int64=torch.int64, float32=torch.float32, constexpr=constexpr,
+            **dict.fromkeys(("BlockedLayout", "SliceLayout", "DotOperandLayout"), plain),
+            **dict.fromkeys(("NVMMASharedLayout", "NVMMADistributedLayout"), plain),
+        )  # fmt: skip
+        self.mbarrier = SimpleNamespace(
+            MBarrierLayout=lambda: "barrier", init=self._init, expect=self._expect,
+            arrive=lambda barrier, count: self._change(barrier, count, 0), wait=self._wait,
+        )  # fmt: skip
+        self.tma = SimpleNamespace(async_copy_global_to_shared=self._copy)
+        self.names = {
+            "gl": self.gl, "mbarrier": self.mbarrier, "tma": self.tma, "fence_async_shared": plain,
+            "warpgroup_mma": self._multiply, "warpgroup_mma_wait": self._wait_products,
+        }  # fmt: skip
+
+    @staticmethod
+    def _zeros(shape: list[int], dtype: torch.dtype, layout: object) -> Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    @staticmethod
+    def _full(shape: list[int], value: float, dtype: torch.dtype, layout: object) -> Tensor:
+        return torch.full(shape, value, dtype=dtype)
+
+    @staticmethod
+    def _where(condition: Any, yes: Any, no: Any) -> Tensor:
+        return torch.where(condition, yes, no)
+
+    @staticmethod
+    def _extreme(function: Any) -> Any:
+        return lambda a, b: function(torch.as_tensor(a), torch.as_tensor(b))
+
+    @staticmethod
+    def _allocate(dtype: torch.dtype, shape: list[int], layout: object) -> Any:
+        if layout == "barrier":
+            barriers = [Barrier() for _ in range(shape[0])]
+            if len(shape) == 1:
+                return barriers[0]
+            return SimpleNamespace(index=lambda number: barriers[int(number)])
+        memory = torch.full((torch.Size(shape).numel(),), float("nan"), dtype=dtype)
+        return Shared(memory, list(shape))
+
+    @staticmethod
+    def _init(barrier: Barrier, count: int) -> None:
+        barrier.count = barrier.pending = count
+
+    def _change(self, barrier: Barrier, arrivals: int, num_bytes: int) -> None:
+        with self.changed:
+            barrier.pending -= arrivals
+            barrier.bytes += num_bytes
+            assert barrier.pending >= 0, "more arrivals than the barrier expects"
+            if barrier.pending == 0 and barrier.bytes == 0:
+                barrier.pending, barrier.phase = barrier.count, barrier.phase + 1
+                self.changed.notify_all()
+
+    def _expect(self, barrier: Barrier, num_bytes: int) -> None:
+        self._change(barrier, 1, num_bytes)
+
+    def _wait(self, barrier: Barrier, parity: Any) -> None:
+        def passed() -> bool:
+            return barrier.phase % 2 != int(parity) or self.failure is not None
+
+        with self.changed:
+            assert self.changed.wait_for(passed, TIMEOUT), "a role waits forever"
+        if self.failure is not None:
+            raise RuntimeError("another role failed")
+
+    def _copy(self, source: Any, corner: list[Any], barrier: Barrier, target: Shared) -> None:
+        target.memory.fill_(float("nan"))
+        self.copies.put((source, [int(c) for c in corner], barrier, target))
+
+    def _copy_engine(self) -> None:
+        while (work := self.copies.get()) is not None:
+            source, corner, barrier, target = work
+            time.sleep(0)
+            box = torch.zeros(source.block_shape, dtype=source.base.dtype)
+            inside = [
+                max(0, min(size, whole - at))
+                for size, whole, at in zip(source.block_shape, source.shape, corner, strict=True)
+            ]
+            part = tuple(slice(0, size) for size in inside)
+            whole = source.base.as_strided(source.shape, source.strides)
+            box[part] = whole[
+                tuple(slice(at, at + size) for at, size in zip(corner, inside, strict=True))
+            ]
+            target.memory.copy_(box.reshape(-1))
+            self._change(barrier, 0, -2 * box.numel())
+
+    def _multiply(
+        self, a: Any, b: Any, acc: Any, use_acc: bool = True, is_async: bool = False
+    ) -> Any:
+        result: dict[str, Tensor] = {}
+
+        def compute() -> None:
+            left = a if isinstance(a, Tensor) else a.load(None)
+            product = left.float() @ b.load(None).float()
+            result["value"] = acc + product if use_acc else product
+
+        if not is_async:
+            compute()
+            return result["value"]
+        self.products.__dict__.setdefault("pending", []).append(compute)
+        return result
+
+    def _wait_products(self, outstanding: int, deps: list[dict[str, Tensor]]) -> Tensor:
+        pending = self.products.pending
+        time.sleep(0.001)  # products read their operands late
+        while len(pending) > outstanding:
+            pending.pop(0)()
+        [dep] = deps
+        return dep["value"]
+
+    def _warp_specialize(self, roles: Any, _warps: object, _registers: object) -> None:
+        def run(function: Any, arguments: Any) -> None:
+            try:
+                function(*arguments)
+            except BaseException as error:  # it is raised again by the thread that started all
+                with self.changed:
+                    self.failure = self.failure or error
+                    self.changed.notify_all()
+
+        engine = threading.Thread(target=self._copy_engine)
+        threads = [threading.Thread(target=run, args=role) for role in roles]
+        for thread in (engine, *threads):
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.copies.put(None)
+        engine.join()
+        if self.failure is not None:
+            raise self.failure
+
+
+def _as_python(
+    kernel: JITFunction[Any], machine: Machine, functions: dict[int, FunctionType]
+) -> FunctionType:
+    """The function of a kernel, or of a part of one, that calls `machine`."""
+    if id(kernel) not in functions:
+        names: dict[str, Any] = {}
+        functions[id(kernel)] = FunctionType(kernel.fn.__code__, names, kernel.fn.__name__)
+        for name, value in kernel.fn.__globals__.items():
+            if isinstance(value, JITFunction):
+                value = _as_python(value, machine, functions)
+            names[name] = value.value if isinstance(value, constexpr) else value
+        names |= machine.names
+    return functions[id(kernel)]
+
+
+class ThreadedKernel:
+    """In place of a kernel of `module`: `kernel[grid](...)` runs its programs one after another."""
+
+    def __init__(self, module: Any, kernel: str) -> None:
+        self._module, self._kernel = module, kernel
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        return lambda *args, **options: [
+            self._run(program, grid[0], args, options) for program in range(grid[0])
+        ]
+
+    def _run(self, program: int, num_programs: int, args: Any, options: dict[str, Any]) -> None:
+        machine = Machine(program, num_programs)
+        functions: dict[int, FunctionType] = {}
+        options = {k: v for k, v in options.items() if k not in ("num_warps", "maxnreg")}
+        args = [Pointer(a) if isinstance(a, Tensor) else a for a in args]
+        _as_python(self._original, machine, functions)(*args, **options)
+
+    def replace(self, monkeypatch: Any) -> None:
+        """Take the place of the kernel in its module."""
+        self._original = getattr(self._module, self._kernel)
+        monkeypatch.setattr(self._module, self._kernel, self)
