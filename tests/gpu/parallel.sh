@@ -128,9 +128,10 @@ run_tests quantised 140 "quantised"
 run_tests drafts 90 "drafts_change_no_text"
 bench eagle3-tp2 80 "$head" -tp 2
 bench eagle3-tp1 80 "$head"
+step draft-parts 60 "$python" tests/lab/measure_divided.py
 bench eagle3-divided 80 "${head%\}}, \"draft_tensor_parallel_size\": 2}" -tp 2
 bench eagle3-whole 80 "${head%\}}, \"draft_tensor_parallel_size\": 1}" -tp 2
 run_tests divided 200 "draft_alike"
 run_tests experts 70 "experts"
 rm -rf "$models"
-grep -H "tok/s\|tokens/s\|^ *[0-9]" "$out"/off-tp*.log "$out"/eagle3-*.log "$out/sums.log"
+grep -H "tok/s\|tokens/s\|^ *[0-9]" "$out"/off-tp*.log "$out"/eagle3-*.log "$out/sums.log" "$out/draft-parts.log"
