@@ -35,24 +35,29 @@ class Compiler:
     `vocab` is in id order and has b"" for tokens without text. `vocab_size` is the width of the
     logits; tokens beyond it are ignored. See `build_grammar_backend` for `vocab_type`. Raises
     ImportError without xgrammar, and changes what this process can import: see `load_library`.
+
+    The library needs a stop token. Without one in the vocabulary, it gets a token that no model can
+    choose, and a text is complete where only that token may follow.
     """
 
     def __init__(
         self, vocab: Sequence[bytes], vocab_type: str, eos_ids: Sequence[int], vocab_size: int
     ) -> None:
         self._library = load_library()
-        self._eos_ids = list(eos_ids)
         self._vocab_size = vocab_size
+        self._ends_with_text = not eos_ids
+        self._eos_ids = list(eos_ids) or [vocab_size]
         self.line_length = -(-vocab_size // 32)  # length of a mask in int32s
+        vocab = list(vocab[:vocab_size])
+        if self._ends_with_text:
+            vocab += [b""] * (vocab_size + 1 - len(vocab))
         facts = {
             "vocab_type": VOCAB_TYPES.index(vocab_type),
-            "vocab_size": vocab_size,
+            "vocab_size": vocab_size + self._ends_with_text,
             "add_prefix_space": False,
             "stop_token_ids": self._eos_ids,
         }
-        info = self._library.TokenizerInfo.from_vocab_and_metadata(
-            list(vocab[:vocab_size]), json.dumps(facts)
-        )
+        info = self._library.TokenizerInfo.from_vocab_and_metadata(vocab, json.dumps(facts))
         threads = min(_MAX_THREADS, max(1, (os.cpu_count() or 1) // 4))
         # Processes forked from this one inherit the cache that `warm` fills.
         self._compiler = self._library.GrammarCompiler(info, threads, True, -1)
@@ -72,7 +77,7 @@ class Compiler:
     def matcher(self, compiled: Any) -> XGrammarMatcher:
         """Create a matcher at the start of the grammar."""
         made = self._library.GrammarMatcher(compiled, self._eos_ids, False, -1, None)
-        return XGrammarMatcher(made, self._vocab_size)
+        return XGrammarMatcher(made, self._vocab_size, self._ends_with_text)
 
     def check_first_mask(self, compiled: Any) -> None:
         """Raise ValueError if no token may come first, or if finding out takes too long."""
@@ -80,7 +85,10 @@ class Compiler:
         matcher, began = self.matcher(compiled), time.thread_time()
         matcher.fill(line)
         if not line.any():
-            raise ValueError("no text satisfies it")
+            only_empty = self._ends_with_text and matcher.is_terminated
+            raise ValueError(
+                "only the empty text satisfies it" if only_empty else "no text satisfies it"
+            )
         if time.thread_time() - began > MAX_FIRST_MASK_SECONDS:
             raise ValueError(TOO_SLOW)
 
@@ -110,14 +118,23 @@ class Compiler:
 class XGrammarMatcher:
     """One request's position in a grammar: a `GrammarMatcher` around the library's."""
 
-    def __init__(self, matcher: Any, vocab_size: int) -> None:
+    def __init__(self, matcher: Any, vocab_size: int, ends_with_text: bool = False) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
+        self.ends_with_text = ends_with_text
+        # [1, ceil((V + 1) / 32)] int32, with the stop token that no model can choose
+        self._wide = np.empty((1, vocab_size // 32 + 1), dtype=np.int32)
 
     @property
     def is_terminated(self) -> bool:
         """See `GrammarMatcher`."""
-        return bool(self._matcher.is_terminated())
+        if not self.ends_with_text:
+            return bool(self._matcher.is_terminated())
+        if not self._matcher.is_completed():
+            return False
+        line = np.empty(-(-self._vocab_size // 32), dtype=np.int32)
+        self.fill(line)
+        return not line.any()
 
     def accept(self, token_id: int) -> bool:
         """See `GrammarMatcher`."""
@@ -133,6 +150,13 @@ class XGrammarMatcher:
 
     def fill(self, line: np.ndarray) -> None:
         """See `GrammarMatcher`."""
+        if self.ends_with_text:
+            self._wide.fill(ALL_ALLOWED)
+            self._matcher.fill_next_token_bitmask(self._wide, 0, False)
+            bits = self._wide.view(np.uint32)
+            bits[0, self._vocab_size // 32] &= (1 << self._vocab_size % 32) - 1
+            line[:] = self._wide[0, : len(line)]
+            return
         # The library does not write to the line if every token is allowed.
         line.fill(ALL_ALLOWED)
         if not self._matcher.is_terminated():

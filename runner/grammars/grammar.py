@@ -31,8 +31,14 @@ class GrammarMatcher(Protocol):
     """One request's position in its grammar."""
 
     @property
+    def ends_with_text(self) -> bool:
+        """True if the model has no stop token, so that the end of the text is the grammar's."""
+
+    @property
     def is_terminated(self) -> bool:
-        """True after a stop token has ended the grammar; no token may follow."""
+        """True after a stop token has ended the grammar; no token may follow.
+
+        If the matcher `ends_with_text`, it is true after a token that no other may follow."""
 
     def accept(self, token_id: int) -> bool:
         """Advance by a token. If the grammar forbids it, change nothing and return False.

@@ -205,6 +205,11 @@ class RemoteMatcher:
         self.process.drop(self._id)
 
     @property
+    def ends_with_text(self) -> bool:
+        """See `GrammarMatcher`."""
+        return not self.process.eos_ids
+
+    @property
     def is_terminated(self) -> bool:
         """See `GrammarMatcher`."""
         return self._is_terminated
@@ -221,10 +226,16 @@ class RemoteMatcher:
         if not is_allowed(self._lines[0], token_id):
             return False
         self._accepted.append(token_id)
-        self._is_terminated = token_id in self.process.eos_ids
         is_next = len(self._lines) > 1 and self._draft_ids[0] == token_id
         self._lines = self._lines[1:] if is_next else None
         self._draft_ids = self._draft_ids[1:] if is_next else ()
+        if not self.ends_with_text:
+            self._is_terminated = token_id in self.process.eos_ids
+            return True
+        if self._lines is None:
+            self.fill(np.empty(-(-self._vocab_size // 32), dtype=np.int32))
+        assert self._lines is not None
+        self._is_terminated = not self._lines[0].any()
         return True
 
     def rollback(self, num_tokens: int) -> None:

@@ -83,8 +83,11 @@ def append_tokens(request: Request, token_ids: list[int]) -> Verdict:
         # The sampler masks stop tokens before min_tokens; if one slips through, ignore it.
         late = request.num_output_tokens > request.sampling.min_tokens
         is_stop = token_id in request.stops and late
-        if is_stop or (matcher is not None and matcher.is_terminated):
+        if is_stop:
             return Verdict(index + 1, "stop", stop_token_id=token_id)
+        if matcher is not None and matcher.is_terminated:
+            ending = None if matcher.ends_with_text else token_id
+            return Verdict(index + 1, "stop", stop_token_id=ending)
         if len(known) >= request.max_total_len:
             return Verdict(index + 1, "length")
     return Verdict(len(token_ids))

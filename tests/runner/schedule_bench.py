@@ -47,6 +47,8 @@ COUNTERS = (
 class ParityMatcher:
     """A grammar that alternates odd and even tokens; token 0 may end it after two."""
 
+    ends_with_text = False
+
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._accepted: list[int] = []

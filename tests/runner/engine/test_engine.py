@@ -152,7 +152,7 @@ def test_without_a_grammar_backend_structured_output_is_an_error_not_ignored() -
 
 def test_a_grammar_that_fails_while_masking_ends_only_its_request() -> None:
     class Broken:
-        is_terminated = False
+        is_terminated = ends_with_text = False
 
         def accept(self, token_id: int) -> bool:
             return True

@@ -16,7 +16,7 @@ import pytest
 
 from slipstream.runner.grammars import remote
 from slipstream.runner.grammars.grammar import GrammarTooSlow, MaskJob, fill_rows
-from slipstream.runner.grammars.pool import GrammarPool
+from slipstream.runner.grammars.pool import GrammarPool, build_grammar_backend
 from slipstream.runner.grammars.remote import RemoteMatcher
 from slipstream.runner.messages import GrammarSpec
 
@@ -229,6 +229,33 @@ def test_masks_equal_those_of_the_library_itself(pool: GrammarPool) -> None:
                 assert ours.is_terminated == theirs.is_terminated
                 if index >= len(drafts) or token_id != drafts[index] or ours.is_terminated:
                     break
+
+
+@pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, VOCAB_SIZE + 5])
+def test_without_a_stop_token_a_grammar_ends_with_its_text(vocab_size: int) -> None:
+    """Also where the stop token that the library needs would be in the last word of a mask."""
+    backend = build_grammar_backend(VOCAB, "raw", [], vocab_size)
+    assert isinstance(backend, GrammarPool)
+    try:
+        matcher = backend.compile(GrammarSpec("regex", "[0-9]{2}(xy)?z")).result(LONG_SECONDS)
+        assert matcher.ends_with_text
+        for letter in b"12xyz":
+            assert not matcher.is_terminated and matcher.accept(letter)
+        assert matcher.is_terminated and not matcher.accept(ord("z"))
+        matcher.rollback(3)  # as of drafts that were not verified
+        assert not matcher.is_terminated
+        wide = -(-vocab_size // 32)
+        asked = MaskJob(matcher, [ord("z"), ord("q")], np.empty((3, wide), np.int32))
+        backend.fill([asked])
+        assert asked.error is None and asked.num_cut == 1  # nothing may follow the text
+        assert np.flatnonzero(bits(asked.lines[0])).tolist() == [ord("x"), ord("z")]
+        assert matcher.accept(ord("z")) and matcher.is_terminated
+        open_end = backend.compile(GrammarSpec("regex", "a+")).result(LONG_SECONDS)
+        assert all(open_end.accept(ord("a")) and not open_end.is_terminated for _ in range(5))
+        with pytest.raises(ValueError, match="only the empty text satisfies it"):
+            backend.compile(GrammarSpec("regex", "")).result(LONG_SECONDS)
+    finally:
+        backend.shutdown()
 
 
 def test_a_grammar_whose_first_mask_takes_long_is_refused_before_it_runs(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -156,3 +158,21 @@ def test_outputs_and_counters_sum_to_what_was_generated() -> None:
     outputs = [output for received in bench.received.values() for output in received.outputs]
     assert sum(output.num_draft_tokens for output in outputs) == totals.num_draft_tokens
     assert sum(output.num_accepted_tokens for output in outputs) == totals.num_accepted_tokens
+
+
+@pytest.mark.parametrize("ends_with_text", [False, True])
+def test_only_a_stop_token_is_kept_from_the_text_at_a_grammars_end(ends_with_text: bool) -> None:
+    class Once:
+        is_terminated = False
+
+        def accept(self, token_id: int) -> bool:
+            self.is_terminated = True
+            return True
+
+    matcher: Any = Once()
+    matcher.ends_with_text = ends_with_text
+    request = Request.from_message(add("a", [1, 2], stop_token_ids=[]), 0, 64)
+    request.matcher = matcher
+    verdict = append_tokens(request, [7, 8])
+    assert (verdict.num_kept, verdict.finish_reason) == (1, "stop")
+    assert verdict.stop_token_id == (None if ends_with_text else 7)
