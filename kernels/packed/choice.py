@@ -1,10 +1,10 @@
 """Which kernel computes a linear layer with quantised weights, by format, shape and number of rows.
 
-Kernels of few rows multiply the exact numbers with 16-bit activations, so every decode or verify
-step of up to 64 rows computes the same sums whatever else the step holds. `Quantised` is chosen
-above 64 rows, and only if the checkpoint asks for activations of 8 bits. `None` stands for a copy
-of the weight in 16 bits, which torch multiplies. A choice depends on shapes and formats, never on
-data, so a CUDA graph may bake it.
+If the checkpoint asks for activations of 8 bits, 2 to 256 rows of fp8 are multiplied as codes with
+codes (`Codes`), and more rows by torch (`Quantised`, of int8 above 64 rows). One row, and other
+checkpoints, have 16-bit activations, and kernels of up to 64 rows multiply the exact numbers.
+`None` stands for a copy of the weight in 16 bits, which torch multiplies. A choice depends on
+shapes and formats, never on data, so a CUDA graph may bake it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TypeAlias
 from ..device import use_triton
 from ..linear.linear_choice import Gemv, Shape, Skinny, bucket_of
 from ..quant.tiled import TiledWeight, Weight
+from .coded_choice import choose_coded
 from .kinds import Direct, PackedChoice, Quantised, Row, fits, fits_gemv, format_name
 from .tuned import tuned_choices
 
@@ -34,6 +35,8 @@ def choose_packed(weight: Weight, role: str, num_rows: int) -> PackedChoice:
         return None  # rows of 16 bytes
     if weight.words.numel() >= 2**31:  # 32-bit offsets
         return None
+    if (coded := choose_coded(weight, shape, num_rows)) is not None:
+        return coded
     bucket = bucket_of(num_rows)
     if num_rows > EXACT_ROWS and can_quantise(weight):
         return Quantised()

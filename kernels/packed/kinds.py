@@ -53,7 +53,26 @@ class Direct:
     norm: int = 1  # 1 = the kernel applies the norm before the layer
 
 
-PackedChoice: TypeAlias = Choice | Quantised | Row | Direct
+@dataclass(frozen=True)
+class Codes:
+    """A kernel for 2 to 256 rows that multiplies codes of activations by codes of weights.
+
+    Activations have 8 bits, as the checkpoint asks. The next kernel sums the parts of a split.
+    """
+
+    block_n: int  # weight rows of a program, for gate and up each
+    block_k: int  # codes of a step; 128 if `by_group`
+    stages: int
+    num_warps: int
+    split_k: int
+    block_m: int  # rows of a program
+    by_group: int = 1  # 1 = activations have a scale for each row and 128 columns, 0 = for each row
+    promote: int = 1  # 1 = the products of each step are added in float32, 0 = by the tensor cores
+    early: int = 512  # bytes of a weight row prefetched into L2 before the input is ready
+    norm: int = 0  # the norm is another kernel, which writes codes
+
+
+PackedChoice: TypeAlias = Choice | Quantised | Row | Direct | Codes
 
 
 def format_name(weight: TiledWeight) -> str:
@@ -85,6 +104,18 @@ def fits_direct(weight: TiledWeight) -> bool:
     )
 
 
+def fits_codes(weight: TiledWeight) -> bool:
+    """Whether the kernel of `Codes` knows the format: e4m3 with scales of rows, or of 128
+    columns."""
+    known = weight.group == 128 or not has_groups(weight)
+    return weight.kind == "fp8" and weight.order is None and known
+
+
+def has_groups(weight: TiledWeight) -> bool:
+    """Whether scales belong to groups of columns or blocks, not to whole rows."""
+    return weight.group < weight.columns or weight.row_group > 1
+
+
 def fits_gemv(weight: TiledWeight) -> bool:
     """Whether the kernel of `Gemv` knows the format: 8 bits, scales of rows or of 128 columns."""
     whole = weight.group >= weight.columns
@@ -99,4 +130,6 @@ def fits(weight: TiledWeight, choice: PackedChoice) -> bool:
         return fits_row(weight)
     if isinstance(choice, Direct):
         return fits_direct(weight)
+    if isinstance(choice, Codes):
+        return fits_codes(weight)
     return not isinstance(choice, Gemv) or fits_gemv(weight)

@@ -2,7 +2,8 @@
 
 `choice` names the kernel, see `choice`; without one the weight is dequantised to the dtype
 of `x`, and torch multiplies. The kernels need a weight that `quant.tiled.prepare` has converted.
-Up to 64 rows they round no weight; `choice` says when activations are quantised.
+Up to 64 rows they round no weight; `choice` says when activations are quantised. x may have coded
+rows (see `coded`) if the choice is `Codes`; then `dtype` is that of the output.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from ..linear.linear_choice import Gemv, Skinny
 from ..linear.norm_rope import rms_norm
 from ..quant.tiled import TiledWeight, Weight
 from .choice import choose_packed as choose_packed
-from .kinds import GATE_UP, PARTS, PLAIN, Direct, PackedChoice, Quantised, Row
+from .coded import Coding, is_coded
+from .coded_linear import coded_linear
+from .kinds import GATE_UP, PARTS, PLAIN, Codes, Direct, PackedChoice, Quantised, Row
 
 
 def packed_linear(
@@ -28,6 +31,7 @@ def packed_linear(
     choice: PackedChoice = None,
     norm: Norm | None = None,
     residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Compute residual + rms_norm(x) Wᵀ + b, leaving out what is None.
 
@@ -38,6 +42,8 @@ def packed_linear(
         return _wide_linear(x, weight, bias, norm, residual)
     if isinstance(choice, Quantised):
         return _quantised_linear(x, weight, bias, norm, residual)
+    if isinstance(choice, Codes):
+        return coded_linear(x, weight, choice, dtype, PLAIN, bias, norm, residual)
     x, norm = _prepared(x, weight, norm, choice)
     return _multiply(x, weight, choice, PLAIN, bias, norm=norm, residual=residual)
 
@@ -110,11 +116,15 @@ def packed_linear_parts(
     bias: Tensor | None = None,
     choice: PackedChoice = None,
     norm: Norm | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Compute rms_norm(x) Wᵀ + b for a next kernel that can sum parts.
 
     Returns [M, N], or float32 parts [S, M, N] whose sum is the result.
     """
+    if isinstance(choice, Codes) and isinstance(weight, TiledWeight) and _has_kernels(x):
+        mode = PARTS if choice.split_k > 1 else PLAIN
+        return coded_linear(x, weight, choice, dtype, mode, bias, norm)
     if not isinstance(choice, Skinny | Row | Direct) or not isinstance(weight, TiledWeight):
         return packed_linear(x, weight, bias, choice, norm)
     if not _has_kernels(x) or (norm is not None and choice.norm):
@@ -130,16 +140,20 @@ def packed_gated_linear(
     activation: str = "silu",
     choice: PackedChoice = None,
     norm: Norm | None = None,
+    dtype: torch.dtype | None = None,
+    coding: Coding | None = None,
 ) -> Tensor:
     """Compute act(gate) * up for a fused gate and up projection.
 
     x: [M, K]; weight: [2 I, K], gate rows first; bias: [2 I]; activation: "silu" or "gelu_tanh".
-    Returns [M, I].
+    Returns [M, I]; as coded rows if the kernel can write what `coding` says.
     """
     if choice is None or not isinstance(weight, TiledWeight) or not _has_kernels(x):
         return GATED[activation](_wide_linear(x, weight, bias, norm, None))
     if isinstance(choice, Quantised):
         return GATED[activation](_quantised_linear(x, weight, bias, norm, None))
+    if isinstance(choice, Codes):
+        return coded_linear(x, weight, choice, dtype, GATE_UP, bias, norm, None, activation, coding)
     x, norm = _prepared(x, weight, norm, choice)
     return _multiply(x, weight, choice, GATE_UP, bias, activation, norm)
 
@@ -191,9 +205,9 @@ def _in_order(x: Tensor, weight: TiledWeight) -> Tensor:
 
 
 def _has_kernels(x: Tensor) -> bool:
-    """Whether the kernels take x: numbers are exact in 16 bits, but products with float32 are
-    left to torch."""
-    return x.dtype in (torch.bfloat16, torch.float16) and use_triton(x)
+    """Whether the kernels take x, which may be coded: numbers are exact in 16 bits, but products
+    with float32 are left to torch."""
+    return (x.dtype in (torch.bfloat16, torch.float16) or is_coded(x)) and use_triton(x)
 
 
 def _prepared(

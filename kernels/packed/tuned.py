@@ -22,12 +22,12 @@ import torch
 from ..device import cache_by_device, card_of
 from ..linear.linear_choice import Gemv, Shape, Skinny
 from ..linear.linear_tuned import card_name, tuned_path
-from .kinds import Direct, PackedChoice, Row
+from .kinds import Codes, Direct, PackedChoice, Row
 
 logger = logging.getLogger(__name__)
 Key: TypeAlias = tuple[str, Shape, int | None]  # name of the format, shape, upper bound of rows
-_KINDS: Mapping[str, type[Gemv] | type[Skinny] | type[Row] | type[Direct]] = {
-    kind.__name__: kind for kind in (Gemv, Skinny, Row, Direct)
+_KINDS: Mapping[str, type[Gemv] | type[Skinny] | type[Row] | type[Direct] | type[Codes]] = {
+    kind.__name__: kind for kind in (Gemv, Skinny, Row, Direct, Codes)
 }
 
 

@@ -24,6 +24,7 @@ from ...kernels.linear.linear import GATED, Norm, gated_linear, linear, linear_p
 from ...kernels.linear.linear_choice import Choice, Gemv, Shape, Skinny
 from ...kernels.linear.norm_rope import fused_add_rms_norm, rms_norm
 from ...kernels.linear.streams import write_stream
+from ...kernels.packed.coded import Coding, norm_and_code
 from ...kernels.packed.embedding import packed_embedding
 from ...kernels.quant.packed import PackedWeight
 from ...kernels.quant.tiled import prepare
@@ -107,10 +108,15 @@ class Linear(nn.Module):
             return self.forward(x if norm is None else rms_norm(x, *norm))
         return linear_parts(x, self.weight, self.bias, self._choice(x), norm)
 
-    def gated(self, x: Tensor, activation: str, norm: Norm | None = None) -> Tensor:
-        """act(gate) * up, for a fused gate and up projection; [M, in_features] -> [M, I]."""
+    def gated(
+        self, x: Tensor, activation: str, norm: Norm | None = None, coding: Coding | None = None
+    ) -> Tensor:
+        """act(gate) * up, for a fused gate and up projection; [M, in_features] -> [M, I].
+
+        The result may be coded rows if the next layer wants `coding`.
+        """
         if self.packed is not None:
-            return self.packed.gated(x, self.bias, activation, norm)
+            return self.packed.gated(x, self.bias, activation, norm, coding)
         if self.weight is None:
             return GATED[activation](self.parts(x, norm))
         return gated_linear(x, self.weight, self.bias, activation, self._choice(x), norm)
@@ -149,6 +155,10 @@ class Linear(nn.Module):
             return self.packed.norms(num_rows)
         choice = None if self.chooser is None else self.chooser.choose(self.shape, num_rows)
         return choice is not None and bool(choice.norm)
+
+    def coding(self, num_rows: int) -> Coding | None:
+        """How the kernel for `num_rows` rows wants its input coded; None if it takes numbers."""
+        return None if self.packed is None else self.packed.coding(num_rows)
 
     def adds(self, num_rows: int) -> bool:
         """True if the kernel for `num_rows` rows can add a residual itself."""
@@ -221,7 +231,7 @@ class Linear(nn.Module):
         if len(dense) == len(parts):
             self.weight = dense[0] if len(dense) == 1 else torch.cat(dense)
             return
-        self.packed = PackedLayer(parts, self.shape.role, self.format.torch_only)
+        self.packed = PackedLayer(parts, self.shape.role, self.format.torch_only, self.format.dtype)
         self.__dict__["packed"] = self.packed  # looked up faster than a submodule
 
     def _load_bias(self, shard: str, part: slice, tensor: Tensor) -> None:
@@ -298,6 +308,12 @@ class RMSNorm(nn.Module):
             total = x if stream is None else write_stream(x, None, stream)
             return rms_norm(x, self.weight, self.eps, out), total
         return fused_add_rms_norm(x, residual, self.weight, self.eps, rows, out, stream)
+
+    def add_coded(
+        self, x: Tensor, residual: Tensor | None, coding: Coding
+    ) -> tuple[Tensor, Tensor]:
+        """As `add`, with the norm as coded rows for the next layer."""
+        return norm_and_code(x, residual, self.weight, self.eps, coding)
 
     def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
         init = "zeros" if self.offset else "ones"

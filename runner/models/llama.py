@@ -14,6 +14,7 @@ from ...kernels.cpu.layers import LayerWeights
 from ...kernels.linear.activation import silu_and_mul
 from ...kernels.linear.embedding import embedding
 from ...kernels.linear.linear import Norm
+from ...kernels.packed.coded import Coding
 from ..attention.base import AttentionLayer, AttentionState, Rotary
 from ..errors import ModelLoadError
 from ..parallel.ranks import head_counts
@@ -201,6 +202,10 @@ class MLP(nn.Module):
         """True if `parts` can add a residual of `num_rows` rows itself."""
         return self.down_proj.adds(num_rows)
 
+    def coding(self, num_rows: int) -> Coding | None:
+        """How `parts` wants its input of `num_rows` rows coded; None if it takes numbers."""
+        return None if self.is_plain else self.gate_up_proj.coding(num_rows)
+
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden: [M, H] -> [M, H]."""
         return self.down_proj.forward(silu_and_mul(self.gate_up_proj.forward(hidden)))
@@ -215,7 +220,8 @@ class MLP(nn.Module):
         """
         if self.is_plain:
             return self.forward(hidden)
-        inner = self.gate_up_proj.gated(hidden, "silu", norm)
+        coding = self.down_proj.coding(hidden.shape[0])
+        inner = self.gate_up_proj.gated(hidden, "silu", norm, coding)
         return (
             self.down_proj.parts(inner) if residual is None else self.down_proj.add(inner, residual)
         )
@@ -260,14 +266,18 @@ class DecoderLayer(nn.Module):
         rows, attend, mlp = hidden.shape[-2], self.self_attn, self.mlp
         fuses = not self.is_plain and rotary.cos is None
         norms = fuses and attend.qkv_proj.norms(rows)
-        x, norm, stream = _enter(self.input_layernorm, hidden, residual, norms)
+        coding = None
+        if fuses and isinstance(attend, Attention):
+            coding = attend.qkv_proj.coding(rows)
+        x, norm, stream = _enter(self.input_layernorm, hidden, residual, norms, coding)
         stream = selected(stream, only)
         rows = stream.shape[0]
         adds = fuses and attend.o_proj.adds(rows)
         hidden = attend.forward(x, rotary, attention, norm, stream if adds else None, only)
         residual = None if adds else stream
         norms, adds = fuses and mlp.norms(rows), fuses and mlp.adds(rows)
-        x, norm, stream = _enter(self.post_attention_layernorm, hidden, residual, norms)
+        coding = mlp.coding(rows) if fuses and isinstance(mlp, MLP) else None
+        x, norm, stream = _enter(self.post_attention_layernorm, hidden, residual, norms, coding)
         return self.feed_forward(x, norm, stream, adds)
 
     def feed_forward(
@@ -309,16 +319,23 @@ def rows_by_block(num_blocks: int, only: Tensor | None) -> list[Tensor | None]:
 
 
 def _enter(
-    norm: RMSNorm, hidden: Tensor, residual: Tensor | None, inside: bool
+    norm: RMSNorm,
+    hidden: Tensor,
+    residual: Tensor | None,
+    inside: bool,
+    coding: Coding | None = None,
 ) -> tuple[Tensor, Norm | None, Tensor]:
     """Norm the stream unless the next linear layer can: (its input, the norm left to it, stream).
 
     The norm is left to a layer that can apply it `inside`, except if the stream is still two
-    tensors that must be added first.
+    tensors that must be added first. For a layer that wants `coding`, the norm codes its rows.
     """
     if inside and residual is None:
         return hidden, norm.inside, hidden
-    x, stream = norm.add(hidden, residual)
+    if coding is not None:
+        x, stream = norm.add_coded(hidden, residual, coding)
+    else:
+        x, stream = norm.add(hidden, residual)
     return x, None, stream
 
 

@@ -25,9 +25,14 @@ from slipstream.kernels import launch
 from slipstream.kernels.device import Card, meta_tensors_on
 from slipstream.kernels.linear.experts import PackedExperts
 from slipstream.kernels.linear.linear_choice import Gemv, Shape, Skinny
+from slipstream.kernels.packed.coded import Coding, norm_and_code
 from slipstream.kernels.packed.experts import packed_expert_parts
-from slipstream.kernels.packed.kinds import Direct, PackedChoice, Row
-from slipstream.kernels.packed.linear import packed_linear
+from slipstream.kernels.packed.kinds import Codes, Direct, PackedChoice, Row
+from slipstream.kernels.packed.linear import (
+    packed_gated_linear,
+    packed_linear,
+    packed_linear_parts,
+)
 
 
 def meta(*shape: int, dtype: torch.dtype = base.BF16) -> torch.Tensor:
@@ -64,6 +69,10 @@ def check_instructions() -> None:
         if name == "_packed_direct_kernel":
             assert before.count("ld.global") >= 4, "words are loaded before the input is ready"
             assert kernel.metadata.shared <= 1024, "words pass through shared memory"
+        if name == "_coded_kernel":  # codes go from memory to the tensor cores
+            assert "cp.async.bulk.tensor" in ptx and "prefetch.global.L2" in before
+            assert "wgmma.mma_async" in ptx and "e4m3.e4m3" in ptx
+            assert "ttg.local_load" not in kernel.asm["ttgir"], f"{name} loads codes"
         if name == "_packed_gemv_kernel":
             assert "ld.global" in before
 
@@ -86,6 +95,7 @@ def few() -> None:
     one("q6k", qkv, Skinny(64, 32, 4, 4, 2, 16), 9)
     for name, rows in (("fp8b", 8), ("int4z", 1), ("q4k", 8), ("nvfp4", 64)):
         experts(name, QWEN, rows)
+    coded(512, 1024)
     one("fp8", qkv, Skinny(64, 128, 4, 4, 2, 16), 9)
     one("int4", gate_up, Skinny(128, 256, 2, 8, 1, 128), 99)
     check_instructions()
@@ -110,6 +120,31 @@ def few() -> None:
         row_scales = quantise_rows(meta(99, 1024), 1024, dtype)[1]
     quantise_blocks(meta(99, 1024), 1024)
     rescale(meta(99, 512, dtype=base.I32), row_scales, meta(512), None, None, base.BF16)
+
+
+def coded(outputs: int, inputs: int) -> None:
+    """Compile what a layer with 8-bit activations launches, in each form."""
+    half, norm = inputs, (meta(inputs), 1e-5)
+    for name in ("fp8", "fp8b"):
+        by_group = int(name == "fp8b")
+        gate_up, down = Shape("gate_up", 2 * half, inputs), Shape("down", outputs, half)
+        wide, parts = (
+            Codes(128, 128, 4, 8, 1, 64, by_group),
+            Codes(64, 128, 6, 4, 2, 16, 1),
+        )
+        x, _ = norm_and_code(
+            meta(2, 9, inputs, dtype=torch.float32),
+            meta(9, inputs),
+            *norm,
+            Coding(inputs, by_group > 0),
+        )
+        weight = tile_on_meta(name, gate_up)
+        act = packed_gated_linear(
+            x, weight, None, "silu", wide, None, base.BF16, Coding(half, True)
+        )
+        assert act.dtype == torch.uint8
+        packed_linear_parts(act, tile_on_meta(name, down), None, parts, None, base.BF16)
+        packed_linear(meta(9, half), tile_on_meta(name, down), None, parts)  # codes its input
 
 
 QWEN, GPT_OSS = (128, 2048, 768, 8), (32, 2880, 2880, 4)  # Qwen3-30B-A3B, gpt-oss-20b

@@ -12,7 +12,8 @@ from ....kernels.linear.head_sample import Draws, pick_rows
 from ....kernels.linear.linear import GATED, Norm
 from ....kernels.linear.linear_choice import Gemv
 from ....kernels.linear.norm_rope import rms_norm
-from ....kernels.packed.kinds import Direct, PackedChoice, Row
+from ....kernels.packed.coded import Coding
+from ....kernels.packed.kinds import Codes, Direct, PackedChoice, Row
 from ....kernels.packed.linear import (
     choose_packed,
     packed_gated_linear,
@@ -43,10 +44,18 @@ class PackedLayer(nn.Module):
     Neighbours of one format are one matrix; parts of different formats are multiplied one by one.
     """
 
-    def __init__(self, parts: Sequence[Part], role: str, torch_only: bool) -> None:
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        role: str,
+        torch_only: bool,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
         """parts: matrices [N_i, K] in the order of outputs. `role` is that of the layer's
-        `Shape`. With `torch_only` no kernel of ours is chosen."""
+        `Shape`. With `torch_only` no kernel of ours is chosen. `dtype` is that of outputs for an
+        input of coded rows, which has none itself."""
         super().__init__()
+        self.dtype = dtype
         self.role, self.torch_only = role, torch_only
         self._chosen: dict[tuple[str, int, int, int], PackedChoice] = {}
         self.parts: list[Weight | Tensor] = [_joined(run) for run in _runs(parts)]
@@ -76,7 +85,7 @@ class PackedLayer(nn.Module):
         """residual + rms_norm(x) Wᵀ + bias, see `kernels.packed.linear.packed_linear`."""
         whole = self.whole
         if whole is not None:
-            return packed_linear(x, whole, bias, self.choice(x), norm, residual)
+            return packed_linear(x, whole, bias, self.choice(x), norm, residual, self.dtype)
         x = x if norm is None else rms_norm(x, *norm)
         biases = [None] * len(self.parts) if bias is None else torch.split(bias, self.sizes)
         outputs = [
@@ -93,14 +102,22 @@ class PackedLayer(nn.Module):
         whole = self.whole
         if whole is None:
             return self.forward(x, bias, norm)
-        return packed_linear_parts(x, whole, bias, self.choice(x), norm)
+        return packed_linear_parts(x, whole, bias, self.choice(x), norm, self.dtype)
 
-    def gated(self, x: Tensor, bias: Tensor | None, activation: str, norm: Norm | None) -> Tensor:
+    def gated(
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        activation: str,
+        norm: Norm | None,
+        coding: Coding | None = None,
+    ) -> Tensor:
         """act(gate) * up, see `packed_gated_linear`."""
         whole = self.whole
         if whole is None:
             return GATED[activation](self.forward(x, bias, norm))
-        return packed_gated_linear(x, whole, bias, activation, self.choice(x), norm)
+        choice = self.choice(x)
+        return packed_gated_linear(x, whole, bias, activation, choice, norm, self.dtype, coding)
 
     def pick(
         self, x: Tensor, num_outputs: int | None, draws: Draws | None
@@ -117,6 +134,13 @@ class PackedLayer(nn.Module):
         """True if the kernel for `num_rows` rows can norm its input itself."""
         choice = self._choice_for(num_rows)
         return choice is not None and bool(choice.norm)
+
+    def coding(self, num_rows: int) -> Coding | None:
+        """How the kernel for `num_rows` rows wants them coded; None if it takes numbers."""
+        whole, choice = self.whole, self._choice_for(num_rows)
+        if whole is None or not isinstance(choice, Codes):
+            return None
+        return Coding(whole.shape[1], choice.by_group > 0)
 
     def adds(self, num_rows: int) -> bool:
         """True if the kernel for `num_rows` rows can add a residual itself."""

@@ -274,7 +274,7 @@ def test_activations_are_quantised_only_if_the_checkpoint_asks() -> None:
         assert choose_packed(tile(asks), "head", 1) == Gemv(8, 1024, 4)
         for rows in (1, 64):
             assert not isinstance(choose_packed(tile(asks), "down", rows), Quantised)
-        for rows in (65, 5000):
+        for rows in (257, 5000):
             assert isinstance(choose_packed(tile(asks), "down", rows), Quantised)
             plain = tile(replace(asks, activations="16bit"))
             assert not isinstance(choose_packed(plain, "down", rows), Quantised)

@@ -1,0 +1,81 @@
+"""Rows of activations as 8-bit codes with scales, for products of codes with codes.
+
+A coded row is a line of bytes: its e4m3 codes, in the order of the bytes of packed words and padded
+with zeros to whole spans of 128, then float32 scales. It has one scale, or one for each 128
+columns. A scale maps the largest magnitude of its columns to 448. So a row's codes depend on that
+row alone. The functions here run the Triton kernels; the plain versions are for tests and devices
+without them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..device import use_triton
+from ..linear.norm_rope import fused_add_rms_norm_reference, rms_norm_reference
+from ..quant.e4m3 import E4M3, LARGEST
+from .coding import SPAN
+from .coding import Coding as Coding
+
+LEAST = 1e-12  # the least magnitude that a scale is made of, so that rows of zeros have one
+
+
+def is_coded(x: Tensor) -> bool:
+    """Whether x has coded rows instead of numbers."""
+    return x.dtype == torch.uint8
+
+
+def code_rows(x: Tensor, coding: Coding) -> Tensor:
+    """The coded rows [M, row bytes] uint8 of x [M, K], which is contiguous."""
+    if use_triton(x):
+        from .triton.coded_rows import code_rows as code_rows_triton
+
+        coded: Tensor = code_rows_triton(x, coding)
+        return coded
+    return code_rows_reference(x, coding)
+
+
+def norm_and_code(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, coding: Coding
+) -> tuple[Tensor, Tensor]:
+    """Compute rms_norm(x + residual), coded, and x + residual [M, H].
+
+    x: [M, H], or with a residual also float32 parts [S, M, H] to sum; residual: [M, H], None = 0;
+    weight: [H]. Returns coded rows [M, row bytes] uint8, and the sum in the dtype of `residual`.
+    """
+    if use_triton(x):
+        from .triton.coded_rows import norm_and_code as norm_and_code_triton
+
+        result: tuple[Tensor, Tensor] = norm_and_code_triton(x, residual, weight, eps, coding)
+        return result
+    if residual is None:
+        return code_rows_reference(rms_norm_reference(x, weight, eps), coding), x
+    normed, stream = fused_add_rms_norm_reference(x, residual, weight, eps)
+    return code_rows_reference(normed, coding), stream
+
+
+def code_rows_reference(x: Tensor, coding: Coding) -> Tensor:
+    """The plain version of `code_rows`."""
+    rows = x.shape[0]
+    padded = functional.pad(x.float(), (0, coding.num_codes - coding.columns))
+    spans = padded.view(rows, coding.spans, 2, SPAN // 2)
+    over = spans if coding.by_group else spans.flatten(1)[:, None, None]
+    largest = over.abs().amax((2, 3)).clamp(min=LEAST)  # [M, spans or 1]
+    scales = largest / LARGEST
+    codes = (spans * (1 / scales)[:, :, None, None]).clamp(-LARGEST, LARGEST).to(E4M3)
+    ordered = codes.view(torch.uint8).transpose(2, 3).reshape(rows, coding.num_codes)
+    tail = torch.zeros(rows, (coding.row_bytes - coding.num_codes) // 4, device=x.device)
+    tail[:, : scales.shape[1]] = scales
+    return torch.cat((ordered, tail.view(torch.uint8)), 1)
+
+
+def decode_rows(coded: Tensor, coding: Coding) -> Tensor:
+    """The numbers [M, K] float32 that coded rows [M, row bytes] stand for."""
+    rows, count = coded.shape[0], coding.num_codes
+    codes = coded[:, :count].reshape(rows, coding.spans, SPAN // 2, 2).transpose(2, 3)
+    tail = coded[:, count:].contiguous().view(torch.float32)
+    scales = tail[:, : coding.spans if coding.by_group else 1]
+    numbers = codes.contiguous().view(E4M3).float() * scales[:, :, None, None]
+    return numbers.reshape(rows, count)[:, : coding.columns]

@@ -1,0 +1,237 @@
+"""Coded rows, and products of codes with codes, interpreted: they equal the same in float32."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.linear.linear_choice import Gemv, Shape, Skinny
+from slipstream.kernels.packed import choice as choices
+from slipstream.kernels.packed.choice import choose_packed
+from slipstream.kernels.packed.coded import (
+    Coding,
+    code_rows,
+    code_rows_reference,
+    decode_rows,
+    norm_and_code,
+)
+from slipstream.kernels.packed.coded_choice import choose_coded
+from slipstream.kernels.packed.coded_linear import coded_linear, coding_of
+from slipstream.kernels.packed.kinds import GATE_UP, PARTS, PLAIN, Codes, Quantised
+from slipstream.kernels.packed.linear import (
+    packed_gated_linear,
+    packed_linear,
+    packed_linear_parts,
+)
+from slipstream.kernels.quant.packed import PackedWeight
+from slipstream.kernels.quant.tiled import TiledWeight, tile
+
+from ...cases import some
+from ..quant.random_weights import random_weight
+
+pytestmark = [
+    pytest.mark.usefixtures("triton_interpreter"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy, about inf and nan
+]
+FEW = Codes(16, 128, 3, 1, 1, 16, 0)
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill new memory, so that unwritten outputs are noticed; and enable the kernels."""
+    empty = torch.empty
+
+    def poisoned(*args: Any, **kwargs: Any) -> Tensor:
+        tensor: Tensor = empty(*args, **kwargs)
+        return tensor.fill_(float("nan") if tensor.is_floating_point() else 0x7F)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    monkeypatch.setenv("SLIPSTREAM_TRITON", "1")
+
+
+def rows_of(num_rows: int, size: int) -> Tensor:
+    """Rows of very different sizes, and one of zeros."""
+    x = torch.randn(num_rows, size) * 2.0 ** torch.randint(-9, 9, (num_rows, 1))
+    x[num_rows // 2] = 0
+    x[-1, 0] = 30_000
+    return x.half()
+
+
+def made(name: str, outputs: int, size: int) -> tuple[TiledWeight, Tensor]:
+    """A weight whose checkpoint asks for codes, and its exact numbers."""
+    weight = random_weight(name, outputs, size)
+    asks: Any = "fp8-token" if name == "fp8 rows" else "fp8-block"
+    return tile(replace(weight, activations=asks)), weight.dequantise().double()
+
+
+def close(got: Tensor, exact: Tensor, bound: float = 1e-3) -> None:
+    """The relative error of each row is that of one rounding of the output."""
+    error = (got.double() - exact).norm(dim=-1)
+    limit = bound * exact.norm(dim=-1) + 1e-6
+    assert got.isfinite().all() and (error <= limit).all(), (error / limit).max()
+
+
+@pytest.mark.parametrize("by_group", [False, True])
+@pytest.mark.parametrize("size", [128, 200, 1352])
+def test_coded_rows_are_those_of_the_reference(size: int, by_group: bool) -> None:
+    x, coding = rows_of(5, size), Coding(size, by_group)
+    coded = code_rows(x, coding)
+    assert coded.dtype == torch.uint8 and coded.shape == (5, coding.row_bytes)
+    end = coding.num_codes + 4 * (coding.spans if by_group else 1)  # the rest is never read
+    assert coding.row_bytes % 16 == 0
+    assert torch.equal(coded[:, :end], code_rows_reference(x, coding)[:, :end])
+    numbers = decode_rows(coded, coding)
+    assert (numbers - x.float()).abs().max() <= x.float().abs().max() / 16
+    assert not numbers[2].any()
+    for row in range(5):  # codes of a row depend on no other
+        assert torch.equal(code_rows(x[row : row + 1], coding)[0, :end], coded[row, :end])
+
+
+@pytest.mark.parametrize("by_group", [False, True])
+@pytest.mark.parametrize(("parts", "wide"), [(0, False), (3, False), (0, True)])
+def test_a_norm_writes_codes(parts: int, wide: bool, by_group: bool) -> None:
+    size, coding = 328, Coding(328, by_group)
+    buffer = torch.randn(4, 2 * size).half()
+    residual, weight = buffer[:, :size], torch.rand(size).to(torch.float32 if wide else torch.half)
+    x = torch.randn(parts, 4, size) if parts else torch.randn(4, size).half()
+    coded, stream = norm_and_code(x, residual, weight, 1e-5, coding)
+    total = ((x.sum(0) if parts else x.float()) + residual.float()).half()
+    assert torch.equal(stream, total)
+    normed = total.float() * (total.float().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    normed = (normed * weight).half() if wide else normed.half() * weight
+    expected = decode_rows(code_rows_reference(normed, coding), coding)
+    got = decode_rows(coded, coding)
+    assert (got == expected).double().mean() > 0.98  # a number may round to the other side
+    assert (got - expected).abs().max() <= expected.abs().max() / 7
+    alone, same = norm_and_code(total, None, weight, 1e-5, coding)
+    assert same is total
+    assert torch.equal(decode_rows(alone, coding), got)
+
+
+PRODUCTS = [
+    (name, mode, rows, size, by_group, tma)
+    for name in ("fp8 rows", "fp8 blocks")
+    for mode in ("plain", "gated", "parts")
+    for rows, size, tma in ((3, 328, True), (17, 264, False), (3, 128, False))
+    for by_group in ((0, 1) if name == "fp8 rows" else (1,))
+]
+KEPT = [
+    ("fp8 rows", "plain", 17, 264, 0, False),
+    ("fp8 rows", "gated", 3, 328, 0, True),
+    ("fp8 rows", "parts", 3, 328, 1, True),
+    ("fp8 blocks", "gated", 3, 328, 1, True),
+    ("fp8 blocks", "parts", 17, 264, 1, False),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "rows", "size", "by_group", "tma"), some(PRODUCTS, kept=KEPT)
+)
+def test_products_are_those_of_the_codes(
+    name: str, mode: str, rows: int, size: int, by_group: int, tma: bool
+) -> None:
+    from slipstream.kernels.packed.triton import coded_product as kernel
+
+    outputs = 2 * 22 if mode == "gated" else 37
+    weight, exact = made(name, outputs, size)
+    choice = replace(FEW, by_group=by_group, split_k=2 if mode == "parts" else 1)
+    x, bias, residual = rows_of(rows, size), torch.randn(outputs).half(), torch.randn(rows, 37)
+    coding = coding_of(weight, choice)
+    coded = code_rows(x, coding)
+    product = decode_rows(coded, coding).double() @ exact.T + bias
+    half = torch.float16
+    if mode == "plain":
+        got = kernel.multiply(
+            coded, weight, choice, half, PLAIN, bias, "", residual.half(), tma=tma
+        )
+        close(got, product + residual.half())
+    elif mode == "gated":
+        gate, up = (product / 1024).chunk(2, -1)  # within the range of float16
+        small = replace(weight, scales=weight.scales / 1024)
+        got = kernel.multiply(coded, small, choice, half, GATE_UP, bias / 1024, tma=tma)
+        close(got, torch.nn.functional.silu(gate) * up, 2e-3)
+    else:
+        parts = kernel.multiply(coded, weight, choice, half, PARTS, bias, tma=tma)
+        assert parts.shape == (2, rows, 37) and parts.dtype == torch.float32
+        close(parts.sum(0), product, 1e-5)
+
+
+@pytest.mark.parametrize("outputs", [256, 168])
+@pytest.mark.parametrize("name", ["fp8 rows", "fp8 blocks"])
+def test_a_gated_layer_writes_codes_for_the_next(name: str, outputs: int) -> None:
+    """The codes are those of its 16-bit output: each program has a whole group of 128."""
+    weight, _ = made(name, 2 * outputs, 264)
+    choice = Codes(128, 128, 3, 1, 1, 16, 1)
+    x, coding = rows_of(3, 264).clamp(-9, 9), Coding(outputs, True)
+    act = packed_gated_linear(x, weight, None, "silu", choice)
+    assert act.shape == (3, outputs) and act.dtype == x.dtype
+    coded = packed_gated_linear(x, weight, None, "silu", choice, None, None, coding)
+    end = coding.num_codes + 4 * coding.spans
+    assert torch.equal(coded[:, :end], code_rows_reference(act, coding)[:, :end])
+    for other in (replace(choice, block_n=64), replace(coding, by_group=False)):
+        kernel = other if isinstance(other, Codes) else choice
+        wants = other if isinstance(other, Coding) else coding
+        out = packed_gated_linear(x, weight, None, "silu", kernel, None, None, wants)
+        assert torch.equal(out, act)  # a layer that cannot write what is wanted writes numbers
+
+
+def test_sums_in_steps_equal_sums_of_the_tensor_cores_where_these_are_exact() -> None:
+    weight, exact = made("fp8 rows", 37, 1000)
+    x = rows_of(2, 1000)
+    kept = [replace(FEW, promote=promote, block_k=k) for promote in (0, 1) for k in (128, 256)]
+    coding = coding_of(weight, kept[0])
+    expected = decode_rows(code_rows(x, coding), coding).double() @ exact.T
+    for choice in kept:
+        close(packed_linear_parts(x, weight, None, choice), expected)
+
+
+def test_a_block_that_gate_and_up_share_has_its_own_scales() -> None:
+    """Rows of the up projection that begin inside a block of 128 rows."""
+    weight, exact = made("fp8 blocks", 2 * 96, 256)
+    choice, x = Codes(32, 128, 3, 1, 1, 16, 1), torch.randn(3, 256).half()
+    coding = coding_of(weight, choice)
+    gate, up = (decode_rows(code_rows(x, coding), coding).double() @ exact.T).chunk(2, -1)
+    got = coded_linear(x, weight, replace(choice, block_n=64), mode=GATE_UP)
+    close(got, torch.nn.functional.silu(gate) * up, 2e-3)
+
+
+def test_norms_of_rows_that_are_not_coded_yet() -> None:
+    weight, exact = made("fp8 rows", 24, 256)
+    x, norm = torch.randn(3, 256).half(), (torch.rand(256).half(), 1e-5)
+    wide = x.double()
+    normed = wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * norm[0].double()
+    close(packed_linear(x, weight, None, FEW, norm), normed @ exact.T, 0.05)
+
+
+def test_codes_are_chosen_only_if_the_checkpoint_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("fp8 rows", "fp8 blocks"):
+        weight, _ = made(name, 64, 512)
+        for role in ("qkv", "o", "gate_up", "down", "other"):
+            assert not isinstance(choose_packed(weight, role, 1), Codes)
+            for rows in (2, 16, 64, 65, 256):
+                choice = choose_packed(weight, role, rows)
+                assert isinstance(choice, Codes)
+                assert choice.split_k == 1 or role in ("qkv", "o", "down")
+                assert choice.by_group or name == "fp8 rows"
+            assert not isinstance(choose_packed(weight, role, 257), Codes)
+        plain = replace(weight, activations="16bit")
+        assert isinstance(choose_packed(plain, "down", 16), Skinny)
+    weight, _ = made("fp8 rows", 64, 512)
+    assert isinstance(choose_packed(weight, "down", 257), Quantised)
+    assert isinstance(choose_packed(weight, "down", 1), Gemv)
+    other = tile(random_weight("int8 rows", 64, 512))
+    assert choose_coded(other, Shape("o", 64, 512), 16) is None
+    monkeypatch.setattr(choices, "choose_coded", lambda *rest: None)
+    assert isinstance(choose_packed(weight, "down", 16), Skinny)  # a table may prefer 16 bits
+
+
+def test_reordered_columns_are_not_coded() -> None:
+    packed = PackedWeight(
+        "fp8", torch.zeros(8, 128).to(torch.float8_e4m3fn), torch.ones(8, 1), 128, 128,
+        order=torch.randperm(128).int(), activations="fp8-token",
+    )  # fmt: skip
+    assert choose_coded(tile(packed), Shape("o", 8, 128), 16) is None

@@ -1,0 +1,387 @@
+"""Prints how fast fp8 layers are with 8-bit activations: `Codes` beside today's kernel and torch's.
+
+    PYTHONPATH=.src python tests/lab/measure_codes.py OUT.json [--seconds 95] [--compile-only]
+        [--rows 8,32,...] [--formats fp8,blocks] [--jobs 16]
+
+It compiles all candidates in parallel processes, and meanwhile touches no GPU; `--compile-only`
+ends there, and needs no GPU. Then, for the four layers of Llama 8B with scales of rows ("fp8") and
+of Qwen3 8B with scales of blocks ("blocks"), and for each number of rows, it measures single
+kernels in CUDA graphs over copies of the weights that do not fit the cache:
+
+- the kernel that was chosen before, with activations in 16 bits as its input, quantising them
+  itself where it is torch's (`before`);
+- `torch._scaled_mm` alone, of rows that are quantised already, with its plain output (`torch`);
+- each candidate of `Codes`. Inputs are coded already, except those of o, which has no kernel before
+  it that can code them. A gated layer with tiles of 128 weight rows codes its output, and the time
+  of a kernel that codes counts for others. The next kernel's time to read parts counts as well.
+
+Each result is compared with the product of the same codes in float32, and with that of numbers that
+are not rounded; a candidate that is wrong is named and left out. A second table has the norm with
+and without codes. OUT.json has every figure and is written after each layer; the last lines are
+entries for `kernels/packed/coded_choice.py`. After `--seconds` it stops and prints what it has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import astuple, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import linear_tune
+import torch
+from measure_packed import copy_of, exact_result, layer_call, random_packed, tile_on_meta
+from torch import Tensor
+
+from slipstream.kernels.compile_ahead import ForkingExecutor, compiling_only, without_gpu
+from slipstream.kernels.device import Card
+from slipstream.kernels.linear.linear_choice import Shape, bucket_of
+from slipstream.kernels.linear.norm_rope import fused_add_rms_norm
+from slipstream.kernels.packed import choice as packed_choice
+from slipstream.kernels.packed.coded import Coding, code_rows, decode_rows, norm_and_code
+from slipstream.kernels.packed.coded_linear import coding_of
+from slipstream.kernels.packed.kinds import Codes, PackedChoice
+from slipstream.kernels.packed.linear import (
+    choose_packed,
+    packed_gated_linear,
+    packed_linear_parts,
+)
+from slipstream.kernels.quant.tiled import TiledWeight, tile
+
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+NAMES = {"fp8": "fp8", "blocks": "fp8b"}  # names of `measure_packed`
+ASKS: Any = {"fp8": "fp8-token", "blocks": "fp8-block"}
+SHAPES = {
+    "fp8": (
+        Shape("gate_up", 28672, 4096),
+        Shape("down", 4096, 14336),
+        Shape("qkv", 6144, 4096),
+        Shape("o", 4096, 4096),
+    ),
+    "blocks": (
+        Shape("gate_up", 24576, 4096),
+        Shape("down", 4096, 12288),
+        Shape("qkv", 6144, 4096),
+        Shape("o", 4096, 4096),
+    ),
+}
+ROWS = (32, 8, 64, 128, 256, 16)  # the most important first
+PARTS_RATE = 3e6  # bytes a microsecond at which the next kernel reads parts, mostly out of L2
+# (block_n, block_k, stages, warps) by rows of a program
+GATED = {
+    16: ((128, 128, 5, 8), (64, 128, 6, 4), (128, 128, 3, 8)),
+    32: ((128, 128, 5, 8), (64, 128, 6, 4), (128, 128, 3, 8)),
+    64: ((128, 128, 5, 8), (64, 128, 4, 4), (128, 128, 3, 8)),
+    128: ((128, 128, 4, 8), (64, 128, 3, 4), (64, 128, 4, 8)),
+    256: ((64, 128, 4, 8),),
+}
+SINGLE = {
+    16: ((64, 128, 6, 4), (128, 128, 5, 8), (64, 256, 4, 4)),
+    32: ((64, 128, 6, 4), (128, 128, 5, 8), (64, 256, 4, 4)),
+    64: ((64, 128, 6, 4), (128, 128, 5, 8), (64, 256, 3, 4)),
+    128: ((128, 128, 5, 8), (64, 128, 4, 4), (64, 256, 2, 4)),
+    256: ((64, 128, 4, 8), (128, 128, 4, 8)),
+}
+
+
+def candidates(name: str, shape: Shape, rows: int) -> Iterator[Codes]:
+    """The kernels worth measuring."""
+    bucket = bucket_of(rows) or rows
+    tiles = GATED if shape.role == "gate_up" else SINGLE
+    codings = (1,) if name == "blocks" or shape.role in ("o", "down") else (0,)
+    for height in {bucket, 128} if bucket == 256 else (bucket,):
+        for block_n, block_k, stages, warps in tiles[height]:
+            for by_group in codings:
+                if by_group and block_k > 128:
+                    continue
+                programs = -(-shape.outputs // block_n) * max(1, rows // height)
+                splits = [s for s in (1, 2, 4, 8, 16) if 90 <= programs * s <= 530]
+                count = 3 if height <= 64 else 2
+                for split_k in (splits or [1])[:count] if shape.may_split else [1]:
+                    for promote in (1, 0) if bucket >= 64 and not by_group else (1,):
+                        yield Codes(
+                            *(block_n, block_k, stages, warps, split_k, height, by_group, promote)
+                        )
+
+
+def run(shape: Shape, choice: Codes, coded: Tensor, weight: TiledWeight) -> Tensor:
+    """The layer with an input that is coded already."""
+    if shape.role == "gate_up":
+        out = Coding(shape.outputs // 2, True) if choice.block_n == 128 else None
+        return packed_gated_linear(coded, weight, None, "silu", choice, None, BF16, out)
+    return packed_linear_parts(coded, weight, None, choice, None, BF16)
+
+
+def numbers(shape: Shape, out: Tensor) -> Tensor:
+    """What a layer's output stands for, [M, outputs] float32."""
+    if out.dtype == torch.uint8:
+        return decode_rows(out, Coding(shape.outputs // 2, True))
+    return (out.sum(0) if out.dim() == 3 else out).float()
+
+
+def before(weight: TiledWeight, shape: Shape, rows: int) -> PackedChoice:
+    """The kernel without codes."""
+    with patch.object(packed_choice, "choose_coded", lambda *rest: None):
+        return choose_packed(weight, shape.role, rows)
+
+
+def compiler(args: argparse.Namespace, name: str) -> int:
+    """Start a process that compiles a format's kernels, since compiling replaces Triton's driver;
+    before this process touches the GPU or between its calls. Returns its id."""
+    process = os.fork()
+    if process == 0:
+        args.formats = [name]
+        compile_all(args)
+        os._exit(0)
+    return process
+
+
+def cases(args: argparse.Namespace) -> Iterator[tuple[int, str, Shape]]:
+    for name in args.formats:
+        for rows in args.rows:
+            for shape in SHAPES[name]:
+                yield rows, name, shape
+
+
+def compile_all(args: argparse.Namespace) -> None:
+    """Compile every candidate, in parallel processes, without a GPU."""
+    began, meta, seen = time.monotonic(), torch.device("meta"), set()
+    card = Card("NVIDIA H200", (9, 0), 132)
+    with without_gpu(card), compiling_only(ForkingExecutor(args.jobs)) as kernels:
+        for rows, name, shape in cases(args):
+            weight = replace(tile_on_meta(NAMES[name], shape), activations=ASKS[name])
+            x = torch.empty(rows, shape.inputs, dtype=BF16, device=meta)
+            own = before(weight, shape, rows)
+            key: tuple[Any, ...] = (name, own, shape.inputs, shape.role)
+            if key not in seen:
+                seen.add(key)
+                layer_call(shape, own, x, weight)
+            for choice in candidates(name, shape, rows):
+                mode = "parts" if choice.split_k > 1 else shape.role
+                key = name, replace(choice, split_k=1), mode, shape.outputs
+                if key not in seen:
+                    seen.add(key)
+                    coded = torch.empty(
+                        rows, coding_of(weight, choice).row_bytes, dtype=torch.uint8, device=meta
+                    )
+                    run(shape, choice, coded, weight)
+            for by_group in (False, True):
+                coding = Coding(shape.inputs, by_group)
+                code_rows(x, coding)
+                if shape.role in ("gate_up", "qkv"):
+                    for parts in (None, 1, 2, 4, 8, 16):
+                        of = x if parts is None else x.new_empty(parts, *x.shape).float()
+                        norm_and_code(of, x, x[0], 1e-5, coding)
+                        fused_add_rms_norm(of, x, x[0], 1e-5)
+    failed = [key for key, kernel in kernels.items() if kernel.future.exception() is not None]
+    took = time.monotonic() - began
+    print(f"compiled {len(kernels)} kernels in {took:.0f} s, {len(failed)} failed", flush=True)
+
+
+class Measurement:
+    """Measures layers until the deadline, and keeps the figures."""
+
+    def __init__(self, out: Path, deadline: float) -> None:
+        self.out, self.deadline, self.device = out, deadline, torch.device("cuda", 0)
+        card = torch.cuda.get_device_name(0)
+        self.figures: dict[str, Any] = {"card": card, "layers": [], "norms": []}
+        self.coding: dict[tuple[int, int], float] = {}
+        self.found: dict[tuple[str, Shape, int], dict[int, dict[Codes, float]]] = {}
+        self.others: dict[tuple[str, Shape, int], dict[int, float]] = {}
+
+    def coding_us(self, rows: int, columns: int) -> float:
+        """Microseconds of a kernel that codes rows of a layer's input."""
+        if (rows, columns) not in self.coding:
+            x = torch.randn(rows, columns, device=self.device, dtype=BF16)
+            calls = [partial(code_rows, x, Coding(columns, True))] * 32
+            self.coding[rows, columns] = linear_tune.time_in_graph(calls)
+        return self.coding[rows, columns]
+
+    def layer(self, rows: int, name: str, shape: Shape) -> None:
+        packed = replace(random_packed(NAMES[name], shape, self.device), activations=ASKS[name])
+        weight = tile(packed)
+        x = torch.randn(rows, shape.inputs, device=self.device, dtype=BF16)
+        exact = exact_result(shape, x, packed)
+        copies = [weight]
+        while len(copies) * weight.nbytes < linear_tune.COLD_BYTES:
+            copies.append(copy_of(weight))
+        own = before(weight, shape, rows)
+        line: dict[str, Any] = {
+            "format": name, "layer": f"{shape.role} {shape.outputs}x{shape.inputs}", "rows": rows,
+            "us at 4.2 TB/s": weight.nbytes / 4.2e6, "before": str(own), "found": [],
+        }  # fmt: skip
+        before_us, error = self.timed(shape, copies, exact, partial(layer_call, shape, own, x))
+        after = 0.0
+        if shape.role == "o":
+            after = self.coding_us(rows, shape.inputs)
+        line["before us"], line["before error"] = before_us, error
+        line["torch us"] = self.torch_us(name, shape, x, copies)
+        key = name, shape, bucket_of(rows) or rows
+        found = self.found.setdefault(key, {}).setdefault(rows, {})
+        if before_us is not None:
+            self.others.setdefault(key, {})[rows] = before_us + parts_us(own, shape, rows)
+        for choice in candidates(name, shape, rows):
+            if time.monotonic() > self.deadline:
+                break
+            coding = coding_of(weight, choice)
+            coded = code_rows(x, coding)
+            rounded = replace(packed, activations="16bit")
+            if "codes" not in line or line["codes"] != choice.by_group:
+                line["codes"] = choice.by_group
+                of_codes = exact_result(shape, decode_rows(coded, coding), rounded)
+            us, error = self.timed(
+                shape, copies, of_codes, partial(run_late, shape, choice, coded), exact
+            )
+            if us is None:
+                print(f"  {line['layer']} {rows} rows: {choice} is wrong: {error}", flush=True)
+                continue
+            if shape.role == "gate_up" and choice.block_n != 128:
+                us += self.coding_us(rows, shape.outputs // 2)
+            us += after + parts_us(choice, shape, rows)
+            found[choice] = us
+            line["found"].append([us, error, *astuple(choice)])
+        line["found"].sort()
+        self.figures["layers"].append(line)
+        best = line["found"][0] if line["found"] else [float("nan")] * 2
+        tb = weight.nbytes / best[0] / 1e6
+        print(
+            f"{name:6} {line['layer']:20} {rows:4} rows  before {before_us or 0:6.1f}  torch "
+            f"{line['torch us'] or 0:6.1f}  codes {best[0]:6.1f} us {tb:4.2f} TB/s  error "
+            f"{best[1]:.4f}  {best[2:]}",
+            flush=True,
+        )
+        self.save()
+
+    def timed(
+        self,
+        shape: Shape,
+        copies: list[TiledWeight],
+        exact: Tensor,
+        call: Callable[[TiledWeight], Tensor],
+        unrounded: Tensor | None = None,
+    ) -> tuple[float | None, float | str]:
+        """Microseconds of a call, and its relative error against `unrounded` or `exact`; no time if
+        it differs from `exact`, in which coded outputs may be off by their own rounding."""
+        try:
+            got = call(copies[0])
+            limit = 0.06 if unrounded is None else 0.045 if got.dtype == torch.uint8 else 0.01
+            value = numbers(shape, got)
+            error = float((value - exact).norm() / exact.norm())
+            if not error < limit:
+                return None, f"relative error {error:.1e}"
+            if unrounded is not None:
+                error = float((value - unrounded).norm() / unrounded.norm())
+            calls: list[Callable[[], object]] = [partial(call, copy) for copy in copies]
+            calls *= -(-linear_tune.MIN_CALLS // len(calls))
+            return linear_tune.time_in_graph(calls, repeats=3), error
+        except Exception as problem:  # a lab script: name it and go on
+            return None, f"{type(problem).__name__}: {problem}"
+
+    def torch_us(
+        self, name: str, shape: Shape, x: Tensor, copies: list[TiledWeight]
+    ) -> float | None:
+        """Microseconds of torch's product of codes alone, None if it knows none."""
+        codes = x.to(E4M3)
+        if name == "fp8":
+            scale_a = torch.ones(x.shape[0], 1, device=x.device)
+            scale_b = torch.ones(1, shape.outputs, device=x.device)
+        else:
+            scale_a = torch.ones(shape.inputs // 128, x.shape[0], device=x.device).T
+            scale_b = torch.ones(shape.outputs // 128, shape.inputs // 128, device=x.device).T
+        calls: list[Callable[[], object]] = [
+            partial(
+                torch._scaled_mm, codes, copy.words.view(E4M3).T, scale_a=scale_a, scale_b=scale_b,
+                out_dtype=BF16, use_fast_accum=name == "fp8",
+            )
+            for copy in copies
+        ]  # fmt: skip
+        calls *= -(-linear_tune.MIN_CALLS // len(calls))
+        try:
+            return linear_tune.time_in_graph(calls, repeats=3)
+        except Exception as problem:
+            print(f"  torch {name} {shape}: {problem}", flush=True)
+            return None
+
+    def norms(self, rows: int) -> None:
+        """The norm that sums parts, with numbers and with codes as its output."""
+        x = torch.randn(rows, 4096, device=self.device, dtype=BF16)
+        for parts in (None, 4):
+            of = x if parts is None else torch.randn(parts, rows, 4096, device=self.device)
+            plain = linear_tune.time_in_graph([partial(fused_add_rms_norm, of, x, x[0], 1e-5)] * 32)
+            line: list[Any] = [rows, parts, plain]
+            for by_group in (False, True):
+                coding = Coding(4096, by_group)
+                calls = [partial(norm_and_code, of, x, x[0], 1e-5, coding)] * 32
+                line.append(linear_tune.time_in_graph(calls))
+            self.figures["norms"].append(line)
+            print("norm: rows, parts, us, us with codes, with groups:", line, flush=True)
+
+    def save(self) -> None:
+        self.out.write_text(json.dumps(self.figures, indent=1))
+
+    def entries(self) -> None:
+        """Print the fastest kernels as entries of the table; None where another is faster."""
+        for key, by_rows in self.found.items():
+            (name, shape, bucket), others = key, self.others.get(key, {})
+            shared = set.intersection(*(set(found) for found in by_rows.values()))
+            if not shared:
+                continue
+            total = {c: sum(found[c] for found in by_rows.values()) for c in shared}
+            best = min(total, key=lambda choice: total[choice])
+            other = sum(others[rows] for rows in by_rows if rows in others)
+            wins = len(others) < len(by_rows) or total[best] < other
+            table = "fp8 blocks" if name == "blocks" else name
+            entry = repr(best) if wins else "None"
+            print(f'    ("{table}", {shape}, {bucket}): {entry},  # {total[best]:.1f}, {other:.1f}')
+
+
+def run_late(shape: Shape, choice: Codes, coded: Tensor, weight: TiledWeight) -> Tensor:
+    return run(shape, choice, coded, weight)
+
+
+def parts_us(choice: PackedChoice, shape: Shape, rows: int) -> float:
+    """What it costs the next kernel to read parts instead of one output in 16 bits."""
+    split_k = getattr(choice, "split_k", 1) if shape.may_split else 1
+    return 0.0 if split_k == 1 else (4 * split_k - 2) * rows * shape.outputs / PARTS_RATE
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--seconds", type=float, default=95)
+    parser.add_argument("--compile-only", action="store_true")
+    parser.add_argument("--formats", type=lambda t: t.split(","), default=["fp8", "blocks"])
+    parser.add_argument("--rows", type=lambda t: [int(n) for n in t.split(",")], default=ROWS)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    args = parser.parse_args()
+    began = time.monotonic()
+    if args.compile_only:
+        compile_all(args)
+        return
+    compilers = {name: compiler(args, name) for name in args.formats[:1]}
+    os.waitpid(compilers[args.formats[0]], 0)
+    compilers |= {name: compiler(args, name) for name in args.formats[1:]}  # while it measures
+    measurement = Measurement(args.out, began + args.seconds)
+    with torch.inference_mode():
+        for rows in (8, 64, 256):
+            measurement.norms(rows)
+        for case in cases(args):
+            if time.monotonic() > measurement.deadline:
+                print("out of time", flush=True)
+                break
+            if (process := compilers.pop(case[1], None)) is not None and case[1] != args.formats[0]:
+                os.waitpid(process, 0)
+            measurement.layer(*case)
+    measurement.save()
+    measurement.entries()
+    print(f"done after {time.monotonic() - began:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

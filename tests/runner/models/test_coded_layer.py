@@ -1,0 +1,86 @@
+"""A block whose checkpoint asks for fp8 activations hands coded rows from layer to layer."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.packed import coded_linear
+from slipstream.kernels.packed.kinds import Codes
+from slipstream.kernels.quant.packed import PackedWeight
+from slipstream.runner.models.formats.weight_format import WeightFormat
+from slipstream.runner.models.llama import DecoderLayer
+
+CONFIG = SimpleNamespace(
+    model_type="llama", hidden_size=256, intermediate_size=256, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=128, rms_norm_eps=1e-5, sliding_window=None,
+)  # fmt: skip
+PARTS = {
+    "self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "self_attn.o_proj": ("",),
+    "mlp.gate_up_proj": ("gate_proj", "up_proj"),
+    "mlp.down_proj": ("",),
+}
+
+
+class Attends:
+    """Attention that returns its queries, which are summed if they are parts."""
+
+    def rotate_and_attend(self, layer: int, query: Tensor, *rest: Any) -> Tensor:
+        return (query.sum(0) if query.dim() == 4 else query).half().contiguous()
+
+
+def block() -> DecoderLayer:
+    """A block with random weights, the same in each call."""
+    fmt = WeightFormat(torch.device("cpu"), torch.float16, packed=True)
+    layer = DecoderLayer(CONFIG, 0, 0, fmt)
+    make = torch.Generator().manual_seed(1)
+    for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+        norm.weight.uniform_(0.5, 1.5, generator=make)
+    for path, shards in PARTS.items():
+        linear = layer.get_submodule(path)
+        for shard in shards:
+            rows = linear.shards[shard]  # type: ignore[operator,index]
+            values = torch.randn(rows, 256, generator=make).to(torch.float8_e4m3fn)
+            scales = torch.rand(rows, 1, generator=make) / 16
+            weight = PackedWeight("fp8", values, scales, 256, 256, activations="fp8-token")
+            linear.use_part(shard, weight)  # type: ignore[operator]
+    return layer
+
+
+def run(layer: DecoderLayer, hidden: Tensor, residual: Tensor | None) -> Tensor:
+    rotary: Any = SimpleNamespace(cos=None, positions=None, cos_sin_cache=None, interleaved=False)
+    attends: Any = Attends()
+    out, stream = layer.forward(hidden, residual, rotary, attends)
+    whole = out.sum(0) if out.dim() == 3 else out
+    return whole.float() + (0 if stream is None else stream.float())
+
+
+@pytest.mark.usefixtures("triton_interpreter")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, about inf and nan
+def test_only_the_output_projection_codes_its_input_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, stream = torch.randn(3, 256).half(), torch.randn(3, 256).half()
+    expected = [run(block(), x, residual) for residual in (None, stream)]
+    monkeypatch.setenv("SLIPSTREAM_TRITON", "1")
+    own: list[tuple[int, ...]] = []
+    code_rows = coded_linear.code_rows
+
+    def spied(x: Tensor, *rest: Any) -> Tensor:
+        own.append(tuple(x.shape))
+        return code_rows(x, *rest)
+
+    monkeypatch.setattr(coded_linear, "code_rows", spied)
+    layer = block()
+    for path in PARTS:
+        packed = layer.get_submodule(path).packed
+        assert isinstance(packed._choice_for(3), Codes)  # type: ignore[operator,union-attr]
+        assert packed._choice_for(1) is not None  # type: ignore[operator,union-attr]
+    for residual, exact in zip((None, stream), expected, strict=True):
+        got = run(layer, x, residual)
+        error = (got - exact).norm() / exact.norm()
+        assert 1e-4 < error < 0.08, error  # that of coded activations
+    assert own == [(3, 256)] * 2
