@@ -10,8 +10,6 @@ multiplied. Each has barriers that tell when it is full and when it is empty.
 
 from __future__ import annotations
 
-from typing import Any
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -104,11 +102,11 @@ def _find_rows(table, key_start, high, no_page, PAGE: gl.constexpr, PIECE: gl.co
                BLOCK_N: gl.constexpr):  # fmt: skip
     """The first cached row of each piece of a block of keys; of pages from `high` on a row beyond
     the cache, where copies read zeros."""
-    rows: tuple[Any, ...] = ()
+    rows = ()
     for i in gl.static_range(BLOCK_N // PIECE):
         at = key_start + i * PIECE
         page = gl.load(table + at // PAGE, mask=at < high, other=no_page)
-        rows = rows + (page * PAGE + at % PAGE,)
+        rows = rows + (page * PAGE + at % PAGE,)  # type: ignore[assignment]
     return rows
 
 
