@@ -34,7 +34,7 @@ from torch import Tensor
 from slipstream.kernels.compile_ahead import ForkingExecutor, compiling_only, without_gpu
 from slipstream.kernels.device import Card
 from slipstream.kernels.linear.linear_choice import H100_WINNERS, Gemv, Shape, Skinny
-from slipstream.kernels.packed.kinds import PackedChoice, Quantised, Row, format_name
+from slipstream.kernels.packed.kinds import Direct, PackedChoice, Quantised, Row, format_name
 from slipstream.kernels.packed.linear import (
     packed_gated_linear,
     packed_linear,
@@ -74,6 +74,7 @@ HEAD_FORMATS, HEAD_ROWS = ("fp8", "int4"), (1, 16, 64)  # with a head, and all t
 GEMVS = ((4, 1024, 4, 0, 1, 1), (4, 1024, 4, 0, 1, 3), (2, 1024, 4, 0, 1, 2), (8, 1024, 4, 0, 1, 2))
 # block_n, stages, warps, spans of a step
 ROW_TILES = ((16, 3, 4, 4), (16, 5, 4, 4), (16, 3, 8, 8), (16, 4, 2, 2), (32, 3, 4, 4))
+DIRECT_TILES = ((1, 4, 2), (1, 8, 1), (2, 4, 1), (1, 2, 2))  # tiles, warps, steps ahead
 # (block_n, stages, warps) by rows of a program
 TILES = {
     8: ((64, 4, 4), (64, 6, 4), (128, 4, 4)),
@@ -95,6 +96,10 @@ def candidates(name: str, shape: Shape, rows: int) -> Iterator[PackedChoice]:
         for block_n, stages, warps, spans in ROW_TILES:
             for split_k in (1, 2) if shape.may_split else (1,):
                 yield Row(block_n, stages, warps, split_k, spans, int(rows == 1))
+    if rows == 1 and group in (0, 64, 128) and kind != "fp4":
+        for tiles, warps, ahead in DIRECT_TILES:
+            for split_k in (1, 2) if shape.may_split else (1,):
+                yield Direct(tiles, warps, ahead, split_k)
     tall = (64, 128, 256) if kind in ("fp8", "int8") and not group else (64, 128)
     heights = {1: (8, 16), 128: (64, 128), 256: tall}.get(rows, (rows,))
     for height in heights:
@@ -242,7 +247,7 @@ def saves_a_kernel(shape: Shape, choice: PackedChoice) -> bool:
     """Whether a choice applies the norm before the layer, or adds the residual after it."""
     if shape.role in ("qkv", "gate_up"):
         return choice is not None and bool(choice.norm)
-    return isinstance(choice, Gemv) or (isinstance(choice, Row) and choice.split_k == 1)
+    return isinstance(choice, Gemv) or (isinstance(choice, Row | Direct) and choice.split_k == 1)
 
 
 class Measurement:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
 
-from slipstream.configs.schema import SpeculativeConfig
+from slipstream.configs.schema import Config, SpeculativeConfig
 from slipstream.runner.drafters.exchange import load_other
 from slipstream.runner.errors import RunnerError
 from slipstream.runner.loading import weights
+from slipstream.runner.models.formats import packed
 from slipstream.runner.models.formats.expert_stack import ExpertStack
 from slipstream.runner.models.formats.packed import Packed, PackedLayer
 from slipstream.runner.models.layers import Linear
+from slipstream.runner.step import step_timing
+from slipstream.runner.step.step_timing import measure_steps
 
 from ..cases import some
 from ..runner.loading.quantised.quantised_folder import quantise
@@ -79,6 +84,41 @@ def test_greedy_text_does_not_depend_on_drafts(
     )
     run = text_of(TinyEngine(folder, copy))
     assert run.tokens == expected and run.accepted == run.drafted > 0
+
+
+def test_the_cost_of_drafts_is_measured_in_the_format_of_the_target(
+    drafters: Drafters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each start times whole steps of the loaded weights: where the products of a format take time
+    for every row, as those of 4 bits do beyond a few rows, K costs more than it does without."""
+    target, _ = drafters.pair("eagle3")
+    folder, clock = tmp_path / "target", SimpleNamespace(now=0.0)
+    shutil.copytree(target, folder)
+    quantise(folder, "gptq", MATRICES)
+    read = SimpleNamespace(monotonic=lambda: clock.now, perf_counter=lambda: clock.now)
+    monkeypatch.setattr(step_timing, "time", read)
+
+    def slow(product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def multiply(x: torch.Tensor, *args: object) -> torch.Tensor:
+            clock.now += 0.001 * x.shape[0]
+            return product(x, *args)
+
+        return multiply
+
+    for name in ("packed_linear", "packed_linear_parts", "packed_gated_linear"):
+        monkeypatch.setattr(packed, name, slow(getattr(packed, name)))
+    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=3, watchdog=False)
+    costs = []
+    for model in (target, folder):
+        engine = TinyEngine(model, speculative)
+        found = measure_steps(engine.engine._runner, Config(speculative=speculative))
+        products = num_packed(engine.engine._runner._target.model)
+        costs.append((found[1, 0], found[1, 3], products))
+        engine.close()
+    assert costs[0] == (0.0, 0.0, 0)
+    one, four, products = costs[1]
+    assert products >= 12
+    assert one == pytest.approx(0.001 * products) and four == pytest.approx(4 * one)
 
 
 @pytest.mark.parametrize("name", some(("fp8 blocks", "nvfp4"), ("fp8 blocks",)))
