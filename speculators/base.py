@@ -208,12 +208,10 @@ class DraftModelSpeculator(BaseSpeculator):
         """
         model, kept = self.model, self.draft_logits
         if kept is not None and self._all_greedy:  # rows without a distribution need no noise
-            count = kept.shape[2] if model.draft_to_target is None else None
-            if model.pick_tokens is None:
-                ids = model.compute_logits(for_logits)[:, :count].argmax(dim=-1)
-            else:
-                ids = model.pick_tokens(for_logits, count)[0]
-            take_drafts(ids, self, model.draft_to_target)
+            logits = model.compute_logits(for_logits)  # as for drawn drafts: no kernel more
+            if model.draft_to_target is None:
+                logits = logits[:, : kept.shape[2]]
+            take_drafts(logits.argmax(dim=-1), self, model.draft_to_target)
         elif model.pick_tokens is None or kept is not None:
             draw_drafts(model.compute_logits(for_logits), self, model.draft_to_target, kept)
         else:
