@@ -38,7 +38,9 @@ def _rule(shape: Shape, bucket: int, by_group: bool) -> Codes:
     """Tiles that fill the GPU with one wave of programs, in the pattern of the measured ones."""
     height = min(bucket, 128)
     if shape.role == "gate_up":  # gate and up are two tiles; a program writes a group of codes
-        return Codes(128, 128, 4 if height > 32 else 5, 8, 1, height, int(by_group))
+        if by_group and height > 64:  # for which registers lack room
+            return Codes(64, 128, 3, 4, 1, height, 1)
+        return Codes(128, 128, 4 if height > 64 else 5, 8, 1, height, int(by_group))
     by_group = by_group or shape.role in ("o", "down")  # which the layer before can code
     wide = height > 32
     block_n, warps, stages = (128, 8, 5) if wide else (64, 4, 6)

@@ -36,48 +36,45 @@ from .coded_rows import codes_of, empty_rows
 
 
 @triton.jit
-def _factors(
-    x_scales,  # [M, ROW_FLOATS], from the scales of the first row on
+def _of_weights(
     scales,  # [K / 128, rows / ROW_GROUP]
     group,
     end,
-    m,
-    is_m,
     row,  # the first weight row
     num_rows,  # of weights
     stride,
     BLOCK_N: tl.constexpr,
-    ROW_FLOATS: tl.constexpr,
     ROW_GROUP: tl.constexpr,
     ONE_BLOCK: tl.constexpr,
 ):
-    """The factors of a group of 128 columns: those of rows of x [BLOCK_M], of weights [BLOCK_N].
-
-    A single factor of the weights is in the first already.
-    """
-    of_x = tl.load(x_scales + m * ROW_FLOATS + group, mask=is_m & (group < end), other=0.0)
-    of_w = of_x
+    """The scales of weight rows in a group of 128 columns: one, [BLOCK_N], or none."""
     if ONE_BLOCK:
         at = scales + group * stride + row // ROW_GROUP
-        of_x *= tl.load(at, mask=group < end, other=0.0).to(tl.float32)
+        scale = tl.load(at, mask=group < end, other=0.0).to(tl.float32)
     elif ROW_GROUP > 0:
         n = row + tl.arange(0, BLOCK_N)
         at = scales + group * stride + n // ROW_GROUP
-        of_w = tl.load(at, mask=(n < num_rows) & (group < end), other=0.0).to(tl.float32)
-    return of_x, of_w
+        scale = tl.load(at, mask=(n < num_rows) & (group < end), other=0.0).to(tl.float32)
+    else:
+        scale = tl.zeros([1], tl.float32)
+    return scale
 
 
 @triton.jit
 def _added(
     acc, w, x, of_x, of_w,
-    BY_GROUP: tl.constexpr, BY_ROW: tl.constexpr, PROMOTE: tl.constexpr,
+    BY_GROUP: tl.constexpr, ROW_GROUP: tl.constexpr, ONE_BLOCK: tl.constexpr,
+    PROMOTE: tl.constexpr,
 ):  # fmt: skip
     """Add the products of a step."""
     if BY_GROUP:
         part = tl.dot(w, x.T)
-        if BY_ROW:
+        factor = of_x
+        if ONE_BLOCK:
+            factor *= of_w
+        elif ROW_GROUP > 0:
             part *= of_w[:, None]
-        acc += part * of_x[None, :]
+        acc += part * factor[None, :]
     elif PROMOTE:
         acc += tl.dot(w, x.T)
     else:
@@ -167,46 +164,50 @@ def _coded_kernel(
         if MODE == 2:
             fetch_early(weight + num_outputs * num_codes + at)
     wait_for_inputs(PDL)
-    BY_ROW: tl.constexpr = ROW_GROUP > 0 and not ONE_BLOCK
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     acc_up = acc
-    of_x = tl.zeros([BLOCK_M], tl.float32)
-    of_w, of_x_up, of_w_up = of_x, of_x, of_x
     AHEAD: tl.constexpr = 1 if BLOCK_M <= 64 else 0  # else registers lack room for two sets
-    first, last = k_start // 128, k_end // 128
-    if BY_GROUP and AHEAD:  # loaded a step ahead
-        of_x, of_w = _factors(
-            *(x_scales, scales, first, last, m, is_m, n_start, total_rows, stride),
-            *(BLOCK_N, ROW_FLOATS, ROW_GROUP, ONE_BLOCK),
+    end = k_end // 128
+    of_x = tl.zeros([BLOCK_M], tl.float32)
+    of_w = _of_weights(
+        *(scales, k_start // 128, end, n_start, total_rows, stride),
+        *(BLOCK_N, ROW_GROUP, ONE_BLOCK),
+    )
+    of_w_up = of_w
+    if MODE == 2:
+        of_w_up = _of_weights(
+            *(scales, k_start // 128, end, up_start, total_rows, stride),
+            *(BLOCK_N, ROW_GROUP, ONE_BLOCK),
         )
-        of_x_up, of_w_up = of_x, of_w
-        if MODE == 2 and ROW_GROUP > 0:
-            of_x_up, of_w_up = _factors(
-                *(x_scales, scales, first, last, m, is_m, up_start, total_rows, stride),
-                *(BLOCK_N, ROW_FLOATS, ROW_GROUP, ONE_BLOCK),
-            )
+    if BY_GROUP and AHEAD:  # loaded a step ahead
+        of_x = tl.load(x_scales + m * ROW_FLOATS + k_start // 128, mask=is_m, other=0.0)
     for k in range(k_start, k_end, BLOCK_K):
         w = _tile(w_source, n_start, k, total_rows, num_codes, BLOCK_N, BLOCK_K, TMA)
         x = _rows(x_source, m_start, k, num_rows, num_codes, ROW_FLOATS, BLOCK_M, BLOCK_K, TMA)
-        now_x, now_w, now_x_up, now_w_up = of_x, of_w, of_x_up, of_w_up
+        now_x, now_w, now_w_up = of_x, of_w, of_w_up
         if BY_GROUP:
             group = k // 128 + AHEAD
-            of_x, of_w = _factors(
-                *(x_scales, scales, group, last, m, is_m, n_start, total_rows, stride),
-                *(BLOCK_N, ROW_FLOATS, ROW_GROUP, ONE_BLOCK),
-            )
-            of_x_up, of_w_up = of_x, of_w
-            if MODE == 2 and ROW_GROUP > 0:
-                of_x_up, of_w_up = _factors(
-                    *(x_scales, scales, group, last, m, is_m, up_start, total_rows, stride),
-                    *(BLOCK_N, ROW_FLOATS, ROW_GROUP, ONE_BLOCK),
-                )
+            own = x_scales + m * ROW_FLOATS + group
+            of_x = tl.load(own, mask=is_m & (group < end), other=0.0)
             if not AHEAD:
-                now_x, now_w, now_x_up, now_w_up = of_x, of_w, of_x_up, of_w_up
-        acc = _added(acc, w, x, now_x, now_w, BY_GROUP, BY_ROW, PROMOTE)
+                now_x = of_x
+            ahead = k // 128 + 1
+            of_w = _of_weights(
+                *(scales, ahead, end, n_start, total_rows, stride),
+                *(BLOCK_N, ROW_GROUP, ONE_BLOCK),
+            )
+            of_w_up = of_w
+            if MODE == 2:
+                of_w_up = _of_weights(
+                    *(scales, ahead, end, up_start, total_rows, stride),
+                    *(BLOCK_N, ROW_GROUP, ONE_BLOCK),
+                )
+        acc = _added(acc, w, x, now_x, now_w, BY_GROUP, ROW_GROUP, ONE_BLOCK, PROMOTE)
         if MODE == 2:
             w = _tile(w_source, up_start, k, total_rows, num_codes, BLOCK_N, BLOCK_K, TMA)
-            acc_up = _added(acc_up, w, x, now_x_up, now_w_up, BY_GROUP, BY_ROW, PROMOTE)
+            acc_up = _added(
+                *(acc_up, w, x, now_x, now_w_up, BY_GROUP, ROW_GROUP, ONE_BLOCK, PROMOTE)
+            )
 
     if not BY_GROUP:
         scale = tl.load(x_scales + m * ROW_FLOATS, mask=is_m, other=0.0)
