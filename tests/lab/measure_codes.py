@@ -11,9 +11,10 @@ kernels in CUDA graphs over copies of the weights that do not fit the cache:
 - the kernel that was chosen before, with activations in 16 bits as its input, quantising them
   itself where it is torch's (`before`);
 - `torch._scaled_mm` alone, of rows that are quantised already, with its plain output (`torch`);
-- each candidate of `Codes`. Inputs are coded already, except those of o, which has no kernel before
-  it that can code them. A gated layer with tiles of 128 weight rows codes its output, and the time
-  of a kernel that codes counts for others. The next kernel's time to read parts counts as well.
+- each candidate of `Codes`. Inputs are coded already, except those of o, and of down with a scale
+  for each row, which have no kernel before them that can code them so. A gated layer with tiles of
+  128 weight rows codes its output, and the time of a kernel that codes counts for others. The next
+  kernel's time to read parts counts as well.
 
 Each result is compared with the product of the same codes in float32, and with that of numbers that
 are not rounded; a candidate that is wrong is named and left out. A second table has the norm with
@@ -95,7 +96,9 @@ def candidates(name: str, shape: Shape, rows: int) -> Iterator[Codes]:
     """The kernels worth measuring."""
     bucket = bucket_of(rows) or rows
     tiles = GATED if shape.role == "gate_up" else SINGLE
-    codings = (1,) if name == "blocks" or shape.role in ("o", "down") else (0,)
+    codings: tuple[int, ...] = (1,) if name == "blocks" or shape.role in ("o", "down") else (0,)
+    if name == "fp8" and shape.role == "down" and bucket >= 128:
+        codings = (1, 0)
     for height in {bucket, 128} if bucket == 256 else (bucket,):
         for block_n, block_k, stages, warps in tiles[height]:
             for by_group in codings:
@@ -244,6 +247,8 @@ class Measurement:
                 continue
             if shape.role == "gate_up" and choice.block_n != 128:
                 us += self.coding_us(rows, shape.outputs // 2)
+            if shape.role == "down" and not choice.by_group:  # no kernel before it codes so
+                us += self.coding_us(rows, shape.inputs)
             us += after + parts_us(choice, shape, rows)
             found[choice] = us
             line["found"].append([us, error, *astuple(choice)])
