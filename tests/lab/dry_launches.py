@@ -2,9 +2,9 @@
 
 Usage: `dry_launches.py MODEL DRAFTER CASE [few]`, where CASE is alone, drafting, eager, fp8,
 invariant, mtp, ranks, engines or exchange; fp8 is drafting with an fp8 KV cache, invariant with
-`--batch-invariant`, mtp with the model's own module, ranks on two GPUs, engines is mtp on two
-engines that share experts, and exchange the same with `--all2all-backend all_to_all`. With `few`,
-each sampling option is combined with one way to draw instead of three.
+`--batch-invariant`, mtp with the model's own module, ranks on two GPUs that divide the drafter,
+engines is mtp on two engines that share experts, and exchange the same with `--all2all-backend
+all_to_all`. With `few`, each sampling option is combined with one way to draw instead of three.
 `test_compile_ahead.py` runs it in a process of its own, since Triton decides at import whether it
 compiles or interprets. Nothing is compiled; the script only counts the specializations of each
 kernel.
@@ -209,7 +209,8 @@ def launches(
         speculative = SpeculativeConfig(
             **own,
             num_speculative_tokens=3,
-            load_format="dummy",  # type: ignore[arg-type]
+            load_format="dummy",
+            draft_tensor_parallel_size=ranks,  # type: ignore[arg-type]
         )
     config = Config(
         model=ModelConfig(model=model, load_format="dummy", device="cuda"),
