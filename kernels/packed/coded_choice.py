@@ -34,8 +34,13 @@ def choose_coded(weight: TiledWeight, shape: Shape, num_rows: int) -> Codes | No
     return _rule(shape, bucket, has_groups(weight))
 
 
-def _rule(shape: Shape, bucket: int, by_group: bool) -> Codes:
-    """Tiles that fill the GPU with one wave of programs, in the pattern of the measured ones."""
+def _rule(shape: Shape, bucket: int, by_group: bool) -> Codes | None:
+    """Tiles that fill the GPU with one wave of programs.
+
+    Few rows keep 16 bits where no kernel before the layer can code them, as after attention.
+    """
+    if bucket <= 64 and shape.role not in ("qkv", "gate_up", "down"):
+        return None
     height = min(bucket, 128)
     if shape.role == "gate_up":  # gate and up are two tiles; a program writes a group of codes
         if by_group and height > 64:  # for which registers lack room

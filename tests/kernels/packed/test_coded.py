@@ -226,6 +226,9 @@ def test_codes_are_chosen_only_if_the_checkpoint_asks(monkeypatch: pytest.Monkey
             assert not isinstance(choose_packed(weight, role, 1), Codes)
             for rows in (2, 16, 64, 65, 256):
                 choice = choose_packed(weight, role, rows)
+                if role in ("o", "other") and rows <= 64:
+                    assert isinstance(choice, Skinny)  # no kernel before it codes its input
+                    continue
                 assert isinstance(choice, Codes)
                 assert choice.split_k == 1 or role in ("qkv", "o", "down")
                 assert choice.by_group or name == "fp8 rows"

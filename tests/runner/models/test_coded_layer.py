@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.kernels.linear.linear_choice import Skinny
 from slipstream.kernels.packed import coded_linear
 from slipstream.kernels.packed.kinds import Codes
 from slipstream.kernels.quant.packed import PackedWeight
@@ -62,7 +63,9 @@ def run(layer: DecoderLayer, hidden: Tensor, residual: Tensor | None) -> Tensor:
 
 @pytest.mark.usefixtures("triton_interpreter")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, about inf and nan
-def test_only_the_output_projection_codes_its_input_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norms_and_the_gated_layer_code_what_the_next_layer_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     x, stream = torch.randn(3, 256).half(), torch.randn(3, 256).half()
     expected = [run(block(), x, residual) for residual in (None, stream)]
     monkeypatch.setenv("SLIPSTREAM_TRITON", "1")
@@ -77,10 +80,11 @@ def test_only_the_output_projection_codes_its_input_itself(monkeypatch: pytest.M
     layer = block()
     for path in PARTS:
         packed = layer.get_submodule(path).packed
-        assert isinstance(packed._choice_for(3), Codes)  # type: ignore[operator,union-attr]
-        assert packed._choice_for(1) is not None  # type: ignore[operator,union-attr]
+        choice = packed._choice_for(3)  # type: ignore[operator,union-attr]
+        assert isinstance(choice, Codes if "o_proj" not in path else Skinny)
+        assert not isinstance(packed._choice_for(1), Codes)  # type: ignore[operator,union-attr]
     for residual, exact in zip((None, stream), expected, strict=True):
         got = run(layer, x, residual)
         error = (got - exact).norm() / exact.norm()
         assert 1e-4 < error < 0.08, error  # that of coded activations
-    assert own == [(3, 256)] * 2
+    assert not own  # no kernel codes rows that another has written
