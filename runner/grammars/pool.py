@@ -78,7 +78,6 @@ class GrammarPool(GrammarBackend):
         self._processes: dict[tuple[str, str], GrammarProcess] = {}  # least recently used first
         self._numbers = itertools.count()
         self._nursery: Future[Nursery] | None = None
-        self._is_closed = False
         # The kernel kills a child when the thread that started it ends, so one thread starts them
         # all.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="grammar-nursery")
@@ -105,7 +104,6 @@ class GrammarPool(GrammarBackend):
 
     def shutdown(self) -> None:
         with self._lock:
-            self._is_closed = True
             for process in list(self._processes.values()):
                 self._end(process)
             nursery, self._nursery = self._nursery, None

@@ -16,7 +16,7 @@ from ..attention.base import AttentionLayer, AttentionState
 from ..parallel.ranks import head_counts
 from .base import PreNormModel, is_after_layers
 from .layers import CheckpointSlot, Linear, RMSNorm, WeightFormat
-from .llama import MLP, check_silu
+from .llama import MLP, FeedForward, check_silu
 from .moe import SharedMoE
 from .rotary import RotaryEmbedding, RotaryStep, rope_parameters, yarn_factor, yarn_mscale
 from .sharded import column_linear, row_linear
@@ -179,7 +179,7 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, fmt)
         dense = index < (config.first_k_dense_replace or 0)
         bias = bool(getattr(config, "mlp_bias", False))
-        self.mlp: MLP | SharedMoE = (
+        self.mlp: FeedForward = (
             MLP(config.hidden_size, config.intermediate_size, fmt, bias)
             if dense
             else SharedMoE(config, routing_of(config), fmt, config.model_type in _V3, bias)
@@ -191,7 +191,7 @@ class DecoderLayer(nn.Module):
         residual: Tensor | None,
         rotary: RotaryStep,
         attention: AttentionState,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """hidden, residual: [M, H]; the stream is their sum (see `write_stream`).
 
         Returns the same for the next layer.
@@ -199,9 +199,7 @@ class DecoderLayer(nn.Module):
         hidden, residual = self.input_layernorm.add(hidden, residual)
         hidden = self.self_attn.forward(hidden, rotary, attention)
         hidden, residual = self.post_attention_layernorm.add(hidden, residual)
-        if isinstance(self.mlp, SharedMoE):
-            return self.mlp.beside(hidden, residual)
-        return self.mlp.parts(hidden), residual
+        return self.mlp.beside(hidden, residual)
 
 
 def make_rotary(config: Any, max_position: int, device: torch.device) -> RotaryEmbedding:

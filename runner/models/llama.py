@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,10 +70,7 @@ class Attention(nn.Module):
         kv_heads = config.num_key_value_heads or heads
         self.num_heads, self.num_kv_heads = head_counts(fmt.ranks, heads, kv_heads)
         self.head_dim = getattr(config, "head_dim", None) or hidden // heads
-        self.q_size, self.kv_size = (
-            self.num_heads * self.head_dim,
-            self.num_kv_heads * self.head_dim,
-        )
+        self.q_size = self.num_heads * self.head_dim
         self.layer = AttentionLayer(
             layer_id,
             self.num_heads,
@@ -169,19 +166,38 @@ def check_silu(config: Any) -> None:
         )
 
 
-class FeedForward(Protocol):
-    """The feed-forward part of a `DecoderLayer`; see `MLP`."""
+class FeedForward(nn.Module):
+    """The feed-forward part of a block. Unless a subclass says so, it norms and adds nothing."""
 
-    def norms(self, num_rows: int) -> bool: ...
+    def norms(self, num_rows: int) -> bool:
+        """True if it can norm its input of `num_rows` rows itself."""
+        return False
 
-    def adds(self, num_rows: int) -> bool: ...
+    def adds(self, num_rows: int) -> bool:
+        """True if it can add a residual of `num_rows` rows itself."""
+        return False
 
     def parts(
         self, hidden: Tensor, norm: Norm | None = None, residual: Tensor | None = None
-    ) -> Tensor: ...
+    ) -> Tensor:
+        """The layer of hidden [M, H], normed first if `norm` is given; it adds `residual` if given.
+
+        Otherwise it may return partial sums [S, M, H], which the next norm adds up.
+        """
+        raise NotImplementedError
+
+    def beside(
+        self, hidden: Tensor, stream: Tensor, norm: Norm | None = None, adds: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Two tensors whose sum is the stream after the layer, both [M, H]; the first may be parts.
+
+        hidden: [M, H], normed first if `norm` is given; stream: [M, H], that before the layer. If
+        it `adds`, the first tensor contains the stream.
+        """
+        return self.parts(hidden, norm, stream if adds else None), None if adds else stream
 
 
-class MLP(nn.Module):
+class MLP(FeedForward):
     """A SiLU-gated feed-forward layer with fused gate and up projections; see `check_silu`."""
 
     def __init__(
@@ -195,11 +211,9 @@ class MLP(nn.Module):
         self.is_plain = fmt.is_plain
 
     def norms(self, num_rows: int) -> bool:
-        """True if `parts` can norm its input of `num_rows` rows itself."""
         return self.gate_up_proj.norms(num_rows)
 
     def adds(self, num_rows: int) -> bool:
-        """True if `parts` can add a residual of `num_rows` rows itself."""
         return self.down_proj.adds(num_rows)
 
     def coding(self, num_rows: int) -> Coding | None:
@@ -213,11 +227,6 @@ class MLP(nn.Module):
     def parts(
         self, hidden: Tensor, norm: Norm | None = None, residual: Tensor | None = None
     ) -> Tensor:
-        """`forward` of hidden [M, H], normed first if `norm` is given.
-
-        Adds `residual` if given. Otherwise it may return partial sums [S, M, H], which the next
-        norm adds up.
-        """
         if self.is_plain:
             return self.forward(hidden)
         coding = self.down_proj.coding(hidden.shape[0])
@@ -278,14 +287,7 @@ class DecoderLayer(nn.Module):
         norms, adds = fuses and mlp.norms(rows), fuses and mlp.adds(rows)
         coding = mlp.coding(rows) if fuses and isinstance(mlp, MLP) else None
         x, norm, stream = _enter(self.post_attention_layernorm, hidden, residual, norms, coding)
-        return self.feed_forward(x, norm, stream, adds)
-
-    def feed_forward(
-        self, x: Tensor, norm: Norm | None, stream: Tensor, adds: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """The feed-forward part of x [M, H], normed first if `norm` is given: two tensors whose
-        sum is the stream after it. If it `adds`, the first contains the stream [M, H] before it."""
-        return self.mlp.parts(x, norm, stream if adds else None), None if adds else stream
+        return mlp.beside(x, stream, norm, adds)
 
     def linears(self) -> Sequence[Linear]:
         """Its projections, see `NativeBlock`."""

@@ -26,7 +26,7 @@ from ..errors import ModelLoadError
 from ..parallel.ranks import Cut, stacked
 from .formats.expert_stack import ExpertStack, experts_of
 from .layers import CheckpointSlot, Linear, WeightFormat, tensor_slot
-from .llama import MLP
+from .llama import MLP, FeedForward
 
 
 def run_in_form(
@@ -297,7 +297,7 @@ def _check_groups(routing: Routing, num_experts: int) -> None:
         )
 
 
-class SparseMLP(nn.Module):
+class SparseMLP(FeedForward):
     """A feed-forward layer of routed experts and, if the config has one, a shared expert.
 
     The shared expert's output is multiplied by the sigmoid of a gate. Config names are those of
@@ -336,16 +336,8 @@ class SparseMLP(nn.Module):
         torch.mul(shared, gate, out=out[-1])
         return out
 
-    def norms(self, num_rows: int) -> bool:
-        """As `MLP.norms`: never, since router and experts read the same normed rows."""
-        return False
 
-    def adds(self, num_rows: int) -> bool:
-        """As `MLP.adds`: never."""
-        return False
-
-
-class SharedMoE(nn.Module):
+class SharedMoE(FeedForward):
     """A feed-forward layer of routed experts and experts that every token has (DeepSeek, GLM)."""
 
     def __init__(
@@ -366,13 +358,14 @@ class SharedMoE(nn.Module):
         shared = config.n_shared_experts or 0
         self.shared_experts = MLP(hidden, size * shared, fmt, bias, sums=False) if shared else None
 
-    def beside(self, hidden: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
-        """Two tensors whose sum is `stream` plus the layer's output of `hidden`, both [M, H].
-
-        The first is that of the routed experts, or parts of it [S, M, H] that the next norm adds
-        up. The second is the stream and the shared experts. With several ranks, which have a part
-        of every expert, the first has all.
+    def beside(
+        self, hidden: Tensor, stream: Tensor, norm: Norm | None = None, adds: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """As the base class. The first tensor is the routed experts' output, and the second is the
+        stream with that of the shared experts. With several ranks, which have a part of every
+        expert, the first has both outputs.
         """
+        assert norm is None and not adds
         out = self.experts.parts(hidden, *self.gate.forward(hidden))
         shared = self.shared_experts
         if shared is None:
@@ -382,17 +375,3 @@ class SharedMoE(nn.Module):
         if shared.is_plain:
             return out, stream + shared.forward(hidden)
         return out, shared.parts(hidden, None, stream)
-
-    def parts(
-        self, hidden: Tensor, norm: Norm | None = None, residual: Tensor | None = None
-    ) -> Tensor:
-        """Not used: see `beside`, which layers call instead."""
-        raise NotImplementedError
-
-    def norms(self, num_rows: int) -> bool:
-        """As `MLP.norms`: never, since router and experts read the same normed rows."""
-        return False
-
-    def adds(self, num_rows: int) -> bool:
-        """As `MLP.adds`: never, since `beside` adds."""
-        return False

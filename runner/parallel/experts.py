@@ -137,26 +137,14 @@ class ExpertRanks:
         x [M, H]; weights [M, k] float32; ids [M, k]; `own`: the experts here. Adds the pairs of
         all engines' rows to `loads` [1 + own experts]; see `kernels.linear.moe.own_experts`.
         """
-        counts = self.exchange.known_counts
-        if counts is not None:
-            return self._run_sorted(x, weights, ids, own, loads, compute, counts)
-        top_k, packed = ids.shape[1], _pack(x, weights, ids)
-        rows, weights, ids = _unpack(self.exchange.gather(packed), x.dtype, top_k)
-        here = own_experts(ids, own.start, own.size, self.exchange.counts, loads)
-        return self.exchange.sum_back(compute(rows, weights, here), x.shape[0])
-
-    def _run_sorted(
-        self,
-        x: Tensor,
-        weights: Tensor,
-        ids: Tensor,
-        own: Cut,
-        loads: Tensor,
-        compute: RunExperts,
-        counts: list[int],  # [size] real rows of each engine
-    ) -> Tensor:
-        """`run`, in which a row goes once to each rank that has some of its experts."""
-        exchange, top_k, num_rows = self.exchange, ids.shape[1], counts[self.engine]
+        exchange, top_k = self.exchange, ids.shape[1]
+        counts = exchange.known_counts
+        if counts is None:
+            rows, weights, ids = _unpack(exchange.gather(_pack(x, weights, ids)), x.dtype, top_k)
+            here = own_experts(ids, own.start, own.size, exchange.counts, loads)
+            return exchange.sum_back(compute(rows, weights, here), x.shape[0])
+        # A row goes once to each rank that has some of its experts.
+        num_rows = counts[self.engine]
         owners = self._engines_of(ids[:num_rows], own.size)
         transfer = plan_transfer(owners, exchange.size, exchange.communicator)
         packed = transfer.send(_pack(x[:num_rows], weights[:num_rows], ids[:num_rows]))

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 from ....kernels.linear.experts import Routing
-from ....kernels.linear.linear import Norm
 from ..base import is_after_layers
 from ..layers import WeightFormat
 from ..llama import DecoderLayer, FeedForward, LlamaModel
@@ -38,14 +35,6 @@ class GlmLayer(DecoderLayer):
         if index >= (config.first_k_dense_replace or 0):
             return SharedMoE(config, _routing(config), fmt, correction=True)
         return super().make_mlp(config, index, fmt)
-
-    def feed_forward(
-        self, x: Tensor, norm: Norm | None, stream: Tensor, adds: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """As the base class; the shared expert is added to the stream."""
-        if isinstance(self.mlp, SharedMoE):
-            return self.mlp.beside(x, stream)
-        return super().feed_forward(x, norm, stream, adds)
 
 
 class GlmMoeModel(LlamaModel):

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ....kernels.cpu.experts import NativeExperts
 from ....kernels.linear.experts import ExpertWeights, PackedExperts, Routing
@@ -215,7 +215,7 @@ class _BlocksAndScales:
             self._fill(own[0], factors[0], expert)
 
 
-class GptOssMLP(nn.Module):
+class GptOssMLP(FeedForward):
     """A router and its experts."""
 
     def __init__(self, config: Any, fmt: WeightFormat) -> None:
@@ -235,14 +235,6 @@ class GptOssMLP(nn.Module):
         """
         assert norm is None and residual is None
         return self.experts.sum(self.experts.parts(hidden, *self.router.forward(hidden)))
-
-    def norms(self, num_rows: int) -> bool:
-        """As `MLP.norms`: never, since router and experts read the same normed rows."""
-        return False
-
-    def adds(self, num_rows: int) -> bool:
-        """As `MLP.adds`: never."""
-        return False
 
 
 class GptOssLayer(DecoderLayer):
