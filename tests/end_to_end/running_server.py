@@ -25,13 +25,11 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-class RunningServer:
+class Serving:
     """`slipstream serve` in a child process; `log` holds the lines that it has written."""
 
-    def __init__(self, *flags: str, port: int | None = None) -> None:
-        self.port = port or free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        command = [slipstream(), "serve", "--port", str(self.port), *flags]
+    def __init__(self, *flags: str) -> None:
+        command = [slipstream(), "serve", *flags]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
         )
@@ -43,6 +41,21 @@ class RunningServer:
         assert self.process.stdout is not None
         with self.process.stdout as lines:
             self.log.extend(lines)
+
+    def wait(self, seconds: float = 20) -> int:
+        """Its exit status, when `log` is complete."""
+        status = self.process.wait(seconds)
+        self._reader.join(5)
+        return status
+
+
+class RunningServer(Serving):
+    """A server at a port of this machine."""
+
+    def __init__(self, *flags: str, port: int | None = None) -> None:
+        self.port = port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        super().__init__("--port", str(self.port), *flags)
 
     def wait_ready(self, seconds: float = START_SECONDS) -> RunningServer:
         """Wait until /ready answers 200.

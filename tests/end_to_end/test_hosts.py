@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from ..speculators.mtp_oracle import MtpOracle
 from ..speculators.tiny_engine import VOCAB, save_llama
-from .running_server import RunningServer, environment, free_port, slipstream
+from .running_server import RunningServer, Serving, free_port
 
 SECRET = "a secret of the nodes"
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}w1 "
@@ -50,31 +49,7 @@ def with_words(folder: Path) -> Path:
     return folder
 
 
-class SecondNode:
-    """`slipstream serve --node-rank 1` in a child process."""
-
-    def __init__(self, *flags: str) -> None:
-        command = [slipstream(), "serve", *flags, "--node-rank", "1"]
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
-        )
-        self.log: list[str] = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        with self.process.stdout as lines:
-            self.log.extend(lines)
-
-    def wait(self, seconds: float = 20) -> int:
-        """Its exit status."""
-        status = self.process.wait(seconds)
-        self._reader.join(5)
-        return status
-
-
-Starts = Callable[..., tuple[RunningServer, SecondNode]]
+Starts = Callable[..., tuple[RunningServer, Serving]]
 
 
 @pytest.fixture
@@ -84,10 +59,10 @@ def start(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Starts]:
     started: list[subprocess.Popen[str]] = []
     seen: list[psutil.Process] = []
 
-    def both(*flags: str, of: Path = model) -> tuple[RunningServer, SecondNode]:
+    def both(*flags: str, of: Path = model) -> tuple[RunningServer, Serving]:
         port = ("--nnodes", "2", "--master-port", str(free_port()))
         server = RunningServer(str(of), *FLAGS, *port, *flags)
-        node = SecondNode(str(of), *FLAGS, *port, *flags)
+        node = Serving(str(of), *FLAGS, *port, *flags, "--node-rank", "1")
         started.extend((server.process, node.process))
         server.wait_ready(240)
         for process in started:
@@ -168,7 +143,7 @@ def test_a_node_that_was_killed_joins_again(start: Starts, model: Path) -> None:
     arguments = psutil.Process(server.process.pid).cmdline()
     port = arguments[arguments.index("--master-port") + 1]
     flags = (*FLAGS, "--nnodes", "2", "--master-port", port, "-tp", "2")
-    again = SecondNode(str(model), *flags)
+    again = Serving(str(model), *flags, "--node-rank", "1")
     deadline = time.monotonic() + 90
     while not any("ready again" in line for line in server.log):
         assert time.monotonic() < deadline

@@ -11,12 +11,9 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +21,15 @@ import pytest
 import torch
 
 from slipstream.configs.schema import (
-    CacheConfig,
-    Config,
     GraphConfig,
-    HostsConfig,
-    ModelConfig,
     ParallelConfig,
-    SchedulerConfig,
-    ServerConfig,
     SpeculativeConfig,
 )
 from slipstream.server.engine.engine_client import EngineDead
 from slipstream.server.engine.engines import Engines, create_engine
-from slipstream.server.hosts.executor import HostsExecutor
 
-from ..end_to_end.running_server import free_port
 from .test_parallel_cuda import DRAFTER, EXPERTS, compare, save_weights, submit, text_of
+from .two_nodes import configured, lose, on_two_nodes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -57,20 +47,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def configured(folder: Path, engines: int, ranks: int = 1, **changes: Any) -> Config:
-    config = Config(
-        model=ModelConfig(model=str(folder / "experts"), dtype="float32"),
-        scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512),
-        cache=CacheConfig(kv_cache_memory_bytes=256 << 20),
-        parallel=ParallelConfig(ranks, engines, enable_expert_parallel=engines > 1),
-        server=ServerConfig(worker_timeout=30),
-    )
-    return replace(config, **changes)
-
-
 @asynccontextmanager
 async def served(folder: Path, engines: int, ranks: int = 1, **changes: Any) -> AsyncIterator[Any]:
-    client = create_engine(configured(folder, engines, ranks, **changes))
+    parallel = ParallelConfig(ranks, engines, enable_expert_parallel=engines > 1)
+    changes = {"parallel": parallel} | changes
+    client = create_engine(configured(folder / "experts", **changes))
     await client.start()
     try:
         yield client
@@ -148,50 +129,22 @@ async def test_two_engines_of_two_gpus_write_the_text_of_one(sums: str, folder: 
         compare(await text_of(engines, logprobs=None), expected)
 
 
-@asynccontextmanager
-async def on_two_nodes(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[tuple[Any, subprocess.Popen[bytes]]]:
-    """Engines on GPU 0 of this process's node and on GPU 1 of another process's."""
-    secret, port = "a secret of the nodes", free_port()
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    hosts = HostsConfig(nnodes=2, group_key=secret, master_port=port)
-    config = configured(folder, 2, hosts=hosts)
-    flags = ("-dp", "2", "--enable-expert-parallel", "--nnodes", "2", "--node-rank", "1")
-    second = subprocess.Popen(
-        [sys.executable, "-m", "slipstream.server.commands", "serve", config.model.model, *flags,
-         "--master-port", str(port)],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "1", "SLIPSTREAM_GROUP_KEY": secret},
-    )  # fmt: skip
-    try:
-        async with HostsExecutor(config, print) as executor:
-            engines = create_engine(config, begin_of=executor.begin_of)
-            await engines.start()
-            try:
-                yield engines, second
-            finally:
-                await engines.shutdown()
-    finally:
-        if second.poll() is None:
-            second.kill()
-        second.wait()
-
-
 async def test_engines_on_two_nodes_write_the_text_of_one_and_a_lost_node_ends_both(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with served(folder, 1) as client:
         expected = await text_of(client)
-    async with on_two_nodes(folder, monkeypatch) as (engines, second):
-        compare(await text_of(engines), expected)
-        compare(await text_of(engines, logprobs=None), expected)
-        streams = [submit(engines, index, 900) for index in range(2)]
-        for stream in streams:
-            await anext(aiter(stream))
-        second.kill()
-        began = time.monotonic()
-        for stream in streams:
-            with pytest.raises(EngineDead, match=r"node 1 \(127.0.0.1\) is gone"):
-                async for _ in stream:
-                    pass
-        assert time.monotonic() - began < 10
+    config = configured(folder / "experts", ParallelConfig(1, 2, enable_expert_parallel=True))
+    flags = ("-dp", "2", "--enable-expert-parallel")
+    async with on_two_nodes(config, monkeypatch, *flags) as (config, executor, second):
+        engines = create_engine(config, begin_of=executor.begin_of)
+        await engines.start()
+        try:
+            compare(await text_of(engines), expected)
+            compare(await text_of(engines, logprobs=None), expected)
+            streams = [submit(engines, index, 900) for index in range(2)]
+            for stream in streams:
+                await anext(aiter(stream))
+            await lose(second, streams)
+        finally:
+            await engines.shutdown()

@@ -27,13 +27,9 @@ import torch
 from safetensors.torch import save_file
 
 from slipstream.configs.schema import (
-    CacheConfig,
-    Config,
     GraphConfig,
     ModelConfig,
     ParallelConfig,
-    SchedulerConfig,
-    ServerConfig,
     SpeculativeConfig,
 )
 from slipstream.runner.loading.matching import slots_of_one_form
@@ -43,6 +39,7 @@ from slipstream.runner.models.registry import build_model
 from slipstream.server.engine.engine_client import Backoff, EngineClient, EngineDead
 
 from ..runner.loading.quantised.quantised_folder import quantise
+from .two_nodes import configured
 
 pytestmark = [
     pytest.mark.gpu,
@@ -97,18 +94,13 @@ def save_weights(config: dict[str, Any], folder: Path) -> None:
 async def served(
     folder: Path, size: int, by_expert: bool = False, name: str = "target", **changes: Any
 ) -> AsyncIterator[EngineClient]:
-    config = Config(
-        model=ModelConfig(model=str(folder / name), dtype=changes.pop("dtype", "float32")),
-        scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512),
-        cache=CacheConfig(kv_cache_memory_bytes=256 << 20),
-        parallel=ParallelConfig(
-            size,
-            enable_expert_parallel=by_expert,
-            disable_custom_all_reduce="SLIPSTREAM_TEST_NCCL" in os.environ,
-        ),
-        server=ServerConfig(worker_timeout=30),
-        **changes,
+    parallel = ParallelConfig(
+        size,
+        enable_expert_parallel=by_expert,
+        disable_custom_all_reduce="SLIPSTREAM_TEST_NCCL" in os.environ,
     )
+    model = ModelConfig(model=str(folder / name), dtype=changes.pop("dtype", "float32"))
+    config = configured(folder / name, parallel, model=model, **changes)
     client = EngineClient(config, backoff=Backoff(first=0.05))
     await client.start()
     try:

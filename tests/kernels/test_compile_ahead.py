@@ -18,21 +18,20 @@ import pytest
 from slipstream.kernels.compile_log import CompileLog, watch_compilations
 
 from ..cases import some
+from ..lab.shapes import EAGLE3_8B, LLAMA_8B
 
 LAB = Path(__file__).parents[1] / "lab"
 KERNELS = LAB.parents[1] / "kernels"
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
 )
-TARGET = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512,
-    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
+TARGET = LLAMA_8B | {
+    "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
     "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32,
-    "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
-    "tie_word_embeddings": False, "dtype": "bfloat16", "eos_token_id": 2,
+    "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-DRAFTER = TARGET | {
-    "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 128,
+DRAFTER = EAGLE3_8B | TARGET | {
+    "architectures": EAGLE3_8B["architectures"], "num_hidden_layers": 1, "draft_vocab_size": 128,
     "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
 }  # fmt: skip
 
