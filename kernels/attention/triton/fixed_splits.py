@@ -19,8 +19,8 @@ from torch import Tensor
 from ...launch import hash_functions, pdl_options, wait_for_inputs
 from ..paged_rows import AttentionRule, PagedRows
 from .attention_plan import num_processors
-from .latent_rows import load_latent, load_rotary
-from .online_softmax import LOG2E, absorb, soft_capped
+from .online_softmax import LOG2E
+from .paged_keys import absorb_tile, latent_arguments, paged_arguments
 from .prefill import find_request
 
 BLOCK_M = 64  # query rows of a program, tokens times heads: one instruction of a Hopper tensor core
@@ -113,6 +113,8 @@ def _fixed_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
+    DIMS: tl.constexpr = (DIM, DIM_REST, DIM_V, BLOCK_D, BLOCK_V)
+    FORM: tl.constexpr = (PAGE, BLOCK_N, WINDOW, SOFTCAP, MLA, PACKED, PRECISION)
     wait_for_inputs(PDL)
     block, kv_block, num_blocks = tl.program_id(1), tl.program_id(0), tl.num_programs(1)
     head_blocks: tl.constexpr = (GROUP + HEADS - 1) // HEADS
@@ -159,6 +161,7 @@ def _fixed_kernel(
         query + (start + within).to(tl.int64)[:, None] * q_stride_t + head[:, None] * q_stride_h
     )
     q = tl.load(q_base + dim[None, :], mask=valid[:, None] & (dim < DIM)[None, :], other=0.0)
+    q_rest = q
     if DIM_REST > 0:
         rest = tl.arange(0, DIM_REST)
         q_rest = tl.load(q_base + DIM + rest[None, :], mask=valid[:, None], other=0.0)
@@ -170,44 +173,12 @@ def _fixed_kernel(
         own_acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
         first_key = tl.maximum(split * SPLIT_KEYS, low)
         for key_start in range(first_key, tl.minimum(high, (split + 1) * SPLIT_KEYS), BLOCK_N):
-            at = key_start + tl.arange(0, BLOCK_N)  # [BLOCK_N] key position
-            exists = at < high
-            page = tl.load(table + at // PAGE, mask=exists, other=0).to(tl.int64)
-            k_row = key_cache + page * k_stride_b + (at % PAGE) * k_stride_t + kv_head * k_stride_h
-            if PACKED:
-                k = load_latent(k_row, exists, q.dtype, DIM, BLOCK_D)
-            else:
-                k_inside = exists[:, None]
-                if BLOCK_D != DIM:
-                    k_inside = k_inside & (dim < DIM)[None, :]
-                k = tl.load(k_row[:, None] + dim[None, :], mask=k_inside, other=0.0)
-            k = k.to(q.dtype)
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-            if DIM_REST > 0:
-                if PACKED:
-                    k_rest = load_rotary(k_row, exists, q.dtype, DIM, DIM_REST)
-                else:
-                    k_rest = tl.load(
-                        k_row[:, None] + DIM + rest[None, :], mask=exists[:, None], other=0.0
-                    )
-                k_rest = tl.trans(k_rest.to(q.dtype))
-                scores = tl.dot(q_rest, k_rest, scores, input_precision=PRECISION)
-            scores *= scale
-            if SOFTCAP:
-                scores = soft_capped(scores, softcap)
-            visible = exists[None, :] & (at[None, :] <= position[:, None])
-            if WINDOW > 0:
-                visible = visible & (at[None, :] > position[:, None] - WINDOW)
-            if MLA:
-                v = k
-            else:
-                v_row = value_cache + page * v_stride_b + (at % PAGE) * v_stride_t
-                v_row += kv_head * v_stride_h
-                inside = exists[:, None] & v_inside
-                v = tl.load(v_row[:, None] + dim_v[None, :], mask=inside, other=0.0).to(q.dtype)
-            own_top, own_total, own_acc = absorb(
-                scores, visible, v, own_top, own_total, own_acc, PRECISION
-            )
+            own_top, own_total, own_acc = absorb_tile(
+                (own_top, own_total, own_acc), q, q_rest, position,
+                (key_cache, value_cache, k_stride_b, k_stride_t, k_stride_h,
+                 v_stride_b, v_stride_t, v_stride_h),
+                table, kv_head, key_start, high, scale, softcap, DIMS, FORM,
+            )  # fmt: skip
         top, total, acc = _merge(top, total, acc, own_top, own_total, own_acc)
 
     place = flat[:, None] * DIM_V + dim_v[None, :]
@@ -281,6 +252,14 @@ def _merge_kernel(
         tl.store(out + place, acc.to(out.dtype.element_ty), mask=inside)
 
 
+# The arguments that `_merge_kernel` shares with `_fixed_kernel`.
+_MERGED = frozenset(
+    ("query_start_loc", "seq_lens", "sinks", "out", "partial", "states", "v_scale", "num_reqs")
+    + ("num_tokens", "Q_HEADS", "DIM_V", "BLOCK_V", "SPLIT_KEYS", "WINDOW", "SINKS", "PDL")
+    + ("enable_fp_fusion", "launch_pdl")
+)
+
+
 def _tiles(dim: int, element_size: int) -> tuple[int, int, int]:
     """(keys of a tile, warps, stages) for heads of `dim` values."""
     if dim <= 128:
@@ -303,22 +282,18 @@ def fixed_attention(
     `alone` overrides whether a program takes all splits of its rows; the result is the same.
     """
     num_tokens, num_heads, head_dim = query.shape
-    num_reqs, block_table = rows.seq_lens.shape[0], rows.block_table
-    dim_v = out.shape[-1]
-    key_cache, value_cache = (kv_cache, kv_cache) if rule.is_mla else (kv_cache[0], kv_cache[1])
-    page, num_kv_heads = key_cache.shape[1], key_cache.shape[2]
-    assert query.stride(-1) == 1 and key_cache.stride(-1) == 1 and block_table.stride(-1) == 1
+    num_reqs, dim_v = rows.seq_lens.shape[0], out.shape[-1]
+    page, num_kv_heads = kv_cache.shape[-3:-1]
     assert out.is_contiguous()
     if num_tokens == 0 or num_reqs == 0:
         out.zero_()
         return
     group = num_heads // num_kv_heads
-    dim = dim_v if rule.is_mla else head_dim
     heads = min(group, BLOCK_M)
     block_q = BLOCK_M // heads
     query_blocks = num_tokens // block_q + num_reqs
     head_blocks = num_kv_heads * triton.cdiv(group, heads)
-    max_keys = block_table.shape[1] * page
+    max_keys = rows.block_table.shape[1] * page
     split_keys = keys_of_split(max_keys)
     splits = triton.cdiv(max_keys, split_keys)
     values = splits * num_tokens * num_heads
@@ -330,63 +305,26 @@ def fixed_attention(
         partial = torch.empty(values * dim_v, dtype=torch.float32, device=query.device)
         states = torch.empty(2 * values, dtype=torch.float32, device=query.device)
     block_n, num_warps, stages = _tiles(head_dim, query.element_size())
-    block_v = triton.next_power_of_2(dim_v)
-    v_scale = None if rule.fp8 is None else rule.fp8.v_scale
-    sinks = query if rule.sinks is None else rule.sinks
-    shared = {
-        "Q_HEADS": num_heads,
-        "DIM_V": dim_v,
-        "BLOCK_V": block_v,
-        "SPLIT_KEYS": split_keys,
-        "WINDOW": rule.sliding_window or 0,
-        "SINKS": rule.sinks is not None,
-        "enable_fp_fusion": False,
-        **pdl_options(query),
-    }
+    arguments = paged_arguments(query, kv_cache, rows, rule, out)
+    arguments |= latent_arguments(query, rule, out)
+    arguments |= {"partial": partial, "states": states, "SPLIT_KEYS": split_keys}
+    arguments |= {"enable_fp_fusion": False, **pdl_options(query)}
     _fixed_kernel[(head_blocks, query_blocks, 1 if alone else splits)](
-        query,
-        key_cache,
-        value_cache,
-        block_table,
-        rows.query_start_loc,
-        rows.seq_lens,
-        sinks,
-        out,
-        partial,
-        states,
-        rule.key_scale,
-        v_scale,
-        1.0 if rule.softcap is None else rule.softcap,
-        num_reqs,
-        num_tokens,
-        *query.stride()[:2],
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
-        block_table.stride(0),
-        GROUP=group,
+        **arguments,
         HEADS=heads,
-        DIM=dim,
-        DIM_REST=head_dim - dim,
-        BLOCK_D=triton.next_power_of_2(dim),
-        PAGE=page,
         BLOCK_M=BLOCK_M,
         BLOCK_Q=block_q,
         BLOCK_N=block_n,
         ALONE=alone,
-        SOFTCAP=rule.softcap is not None,
-        MLA=rule.is_mla,
-        PACKED=rule.is_mla and rule.fp8 is not None,
-        PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32",
         num_warps=num_warps,
         num_stages=stages,
-        **shared,
     )
     if alone:
         return
-    merged = max(1, min(triton.next_power_of_2(num_heads), 2048 // block_v))
-    of_batch = (rows.query_start_loc, rows.seq_lens, sinks, out, partial, states, v_scale)
+    merged = max(1, min(triton.next_power_of_2(num_heads), 2048 // arguments["BLOCK_V"]))
+    of_batch = {name: arguments[name] for name in arguments if name in _MERGED}
     _merge_kernel[(num_tokens, triton.cdiv(num_heads, merged))](
-        *of_batch, num_reqs, num_tokens, HEADS=merged, num_warps=4, **shared
+        **of_batch, HEADS=merged, num_warps=4
     )
 
 

@@ -17,8 +17,8 @@ from ...launch import hash_functions, pdl_options, wait_for_inputs
 from ..paged_rows import AttentionRule, PagedRows
 from .attention_plan import Launch, hopper_prefill_wanted, num_processors, plan_launch
 from .fixed_splits import fixed_attention
-from .latent_rows import load_latent, load_rotary
-from .online_softmax import LOG2E, absorb, soft_capped
+from .online_softmax import LOG2E
+from .paged_keys import absorb_tile, latent_arguments, paged_arguments
 from .prefill import MAX_DIM, find_request, prefill_attention
 from .split_sums import sum_splits
 
@@ -79,6 +79,8 @@ def _attention_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    DIMS: tl.constexpr = (DIM, DIM_REST, DIM_V, BLOCK_D, BLOCK_V)
+    FORM: tl.constexpr = (PAGE, BLOCK_N, WINDOW, SOFTCAP, MLA, PACKED, PRECISION)
     wait_for_inputs(PDL)
     block, kv_block, num_blocks = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     if HEADS_FIRST:
@@ -136,6 +138,7 @@ def _attention_kernel(
     dim = tl.arange(0, BLOCK_D)
     q_base = query + token[:, None] * q_stride_t + head[:, None] * q_stride_h
     q = tl.load(q_base + dim[None, :], mask=valid[:, None] & (dim < DIM)[None, :], other=0.0)
+    q_rest = q
     if DIM_REST > 0:
         rest = tl.arange(0, DIM_REST)
         q_rest = tl.load(q_base + DIM + rest[None, :], mask=valid[:, None], other=0.0)
@@ -148,43 +151,13 @@ def _attention_kernel(
             top = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
             total += 1.0
     for key_start in range(low, high, BLOCK_N):
-        at = key_start + tl.arange(0, BLOCK_N)  # [BLOCK_N] key position
-        exists = at < high
-        page = tl.load(
-            block_table + request.to(tl.int64) * table_stride + at // PAGE, mask=exists, other=0
-        ).to(tl.int64)
-        k_row = key_cache + page * k_stride_b + (at % PAGE) * k_stride_t + kv_head * k_stride_h
-        if PACKED:
-            k = load_latent(k_row, exists, q.dtype, DIM, BLOCK_D)
-        elif BLOCK_D == DIM:
-            k = tl.load(k_row[:, None] + dim[None, :], mask=exists[:, None], other=0.0)
-        else:
-            k_inside = exists[:, None] & (dim < DIM)[None, :]
-            k = tl.load(k_row[:, None] + dim[None, :], mask=k_inside, other=0.0)
-        k = k.to(q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        if DIM_REST > 0:
-            if PACKED:
-                k_rest = load_rotary(k_row, exists, q.dtype, DIM, DIM_REST)
-            else:
-                k_rest = tl.load(
-                    k_row[:, None] + DIM + rest[None, :], mask=exists[:, None], other=0.0
-                )
-            scores = tl.dot(q_rest, tl.trans(k_rest.to(q.dtype)), scores, input_precision=PRECISION)
-        scores *= scale
-        if SOFTCAP:
-            scores = soft_capped(scores, softcap)
-        visible = exists[None, :] & (at[None, :] <= position[:, None])
-        if WINDOW > 0:
-            visible = visible & (at[None, :] > position[:, None] - WINDOW)
-        if MLA:
-            v = k
-        else:
-            v_row = value_cache + page * v_stride_b + (at % PAGE) * v_stride_t
-            v_row += kv_head * v_stride_h
-            v_inside = exists[:, None] & (dim_v < DIM_V)[None, :]
-            v = tl.load(v_row[:, None] + dim_v[None, :], mask=v_inside, other=0.0).to(q.dtype)
-        top, total, acc = absorb(scores, visible, v, top, total, acc, PRECISION)
+        top, total, acc = absorb_tile(
+            (top, total, acc), q, q_rest, position,
+            (key_cache, value_cache, k_stride_b, k_stride_t, k_stride_h,
+             v_stride_b, v_stride_t, v_stride_h),
+            block_table + request.to(tl.int64) * table_stride, kv_head, key_start, high,
+            scale, softcap, DIMS, FORM,
+        )  # fmt: skip
 
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     if v_scale is not None:
@@ -240,13 +213,9 @@ def _attend(
     The sum also writes rows of requests that the launch skips; the launch of those comes later.
     """
     num_tokens, num_heads, head_dim = query.shape
-    num_reqs, block_table = rows.seq_lens.shape[0], rows.block_table
-    dim_v = out.shape[-1]
-    key_cache, value_cache = (kv_cache, kv_cache) if rule.is_mla else (kv_cache[0], kv_cache[1])
-    page, num_kv_heads = key_cache.shape[1], key_cache.shape[2]
-    assert query.stride(-1) == 1 and key_cache.stride(-1) == 1 and block_table.stride(-1) == 1
+    num_reqs, dim_v = rows.seq_lens.shape[0], out.shape[-1]
+    page, num_kv_heads = kv_cache.shape[-3:-1]
     group = num_heads // num_kv_heads
-    dim = dim_v if rule.is_mla else head_dim
     if num_tokens == 0 or num_reqs == 0:
         out.zero_()
         return
@@ -258,7 +227,7 @@ def _attend(
         group,
         head_dim,
         rows.max_query_len,
-        block_table.shape[1] * page,
+        rows.block_table.shape[1] * page,
         num_processors(query.device),
         query.element_size(),
     )
@@ -285,54 +254,23 @@ def _attend(
     if not launch.one_block:
         query_blocks = num_tokens // launch.block_q + num_reqs
     head_blocks = triton.cdiv(group, launch.heads)
-    block_v = triton.next_power_of_2(dim_v)
     grid = (query_blocks, num_kv_heads * head_blocks, splits)
     if launch.heads_first:
         grid = (grid[1], grid[0], splits)
     _attention_kernel[grid](
-        query,
-        key_cache,
-        value_cache,
-        block_table,
-        rows.query_start_loc,
-        rows.seq_lens,
-        query if rule.sinks is None else rule.sinks,
-        out,
-        partial,
-        lse,
-        rule.key_scale,
-        None if rule.fp8 is None else rule.fp8.v_scale,
-        1.0 if rule.softcap is None else rule.softcap,
-        num_reqs,
-        num_tokens,
-        rows.longer_than,
-        rows.max_query_len,
-        query.stride(0),
-        query.stride(1),
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
-        block_table.stride(0),
-        Q_HEADS=num_heads,
-        GROUP=group,
+        **paged_arguments(query, kv_cache, rows, rule, out),
+        **latent_arguments(query, rule, out),
+        partial=partial,
+        lse=lse,
+        longer_than=rows.longer_than,
+        max_query_len=rows.max_query_len,
         HEADS=launch.heads,
-        DIM=dim,
-        DIM_REST=head_dim - dim,
-        DIM_V=dim_v,
-        BLOCK_D=triton.next_power_of_2(dim),
-        BLOCK_V=block_v,
-        PAGE=page,
         BLOCK_M=launch.block_m,
         BLOCK_Q=launch.block_q,
         BLOCK_N=launch.block_n,
         SPLITS=splits,
-        WINDOW=rule.sliding_window or 0,
         ONE_BLOCK=launch.one_block,
         HEADS_FIRST=launch.heads_first,
-        SOFTCAP=rule.softcap is not None,
-        SINKS=rule.sinks is not None,
-        MLA=rule.is_mla,
-        PACKED=rule.is_mla and rule.fp8 is not None,
-        PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32",
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
         **pdl_options(query),

@@ -20,6 +20,7 @@ from ...launch import hash_functions, pdl_options, wait_for_inputs
 from ..paged_rows import AttentionRule, PagedRows
 from .attention_plan import num_processors, prefill_splits
 from .online_softmax import LEAST, LOG2E, soft_capped
+from .paged_keys import paged_arguments
 from .split_sums import sum_splits
 
 
@@ -345,34 +346,12 @@ def prefill_attention(
     one_each = num_reqs <= _MORE_BLOCKS
     blocks = num_tokens // block_q + max(1, min(num_reqs, _MORE_BLOCKS))
     grid = (blocks, head_blocks, splits)
-    assert query.stride(-1) == kv_cache.stride(-1) == rows.block_table.stride(-1) == 1
     _prefill_kernel[grid](
-        query,
-        kv_cache[0],
-        kv_cache[1],
-        rows.block_table,
-        rows.query_start_loc,
-        rows.seq_lens,
-        query if rule.sinks is None else rule.sinks,
-        out,
-        partial,
-        lse,
-        rule.key_scale,
-        None if rule.fp8 is None else rule.fp8.v_scale,
-        1.0 if rule.softcap is None else rule.softcap,
-        num_reqs,
-        num_tokens,
-        rows.longer_than,
-        *query.stride()[:2],
-        *kv_cache[0].stride()[:3],
-        *kv_cache[1].stride()[:3],
-        rows.block_table.stride(0),
-        Q_HEADS=num_heads,
-        GROUP=group,
+        **paged_arguments(query, kv_cache, rows, rule, out),
+        partial=partial,
+        lse=lse,
+        longer_than=rows.longer_than,
         HEADS=heads,
-        DIM=dim,
-        BLOCK_D=triton.next_power_of_2(dim),
-        PAGE=page,
         BLOCK_M=tiles.block_m,
         BLOCK_Q=block_q,
         BLOCK_N=tiles.block_n,
@@ -380,9 +359,6 @@ def prefill_attention(
         ONE_EACH=one_each,
         SPLITS=splits,
         LEAST_KEYS=_LEAST_KEYS,
-        WINDOW=rule.sliding_window or 0,
-        SOFTCAP=rule.softcap is not None,
-        SINKS=rule.sinks is not None,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         **pdl_options(query),
