@@ -83,9 +83,9 @@ class DraftInputs:
 
 
 class DraftHost(Protocol):
-    """What the runner offers a drafter, which may keep it and use it in every step.
+    """The runner as a drafter sees it. A drafter may keep it and use it in every step.
 
-    A drafter calls `load_draft_model` only while it is built.
+    It may call `load_draft_model` only in its constructor.
     """
 
     device: torch.device
@@ -99,12 +99,16 @@ class DraftHost(Protocol):
     def load_draft_model(self, kind: str, speculative: SpeculativeConfig) -> Any:
         """Build the draft architecture `kind`, load its weights and register its attention layers.
 
-        Where the checkpoint has no embeddings or output head, the target's are shared. Returns a
-        `DraftModel`; for "draft_model" a served model of the runner.
+        If the checkpoint has no embeddings or no output head, the target's are used. Returns a
+        `DraftModel`. For the kind "draft_model" it is a whole language model, of an architecture
+        that the runner also serves as a target.
         """
 
     def upload(self, array: np.ndarray, out: Tensor | None = None) -> Tensor:
-        """Copy a host array of int32 or int64 to the device, into `out` if given. Never waits."""
+        """Copy a host array of int32 or int64 to the device, into `out` if given.
+
+        The call does not wait for the device.
+        """
 
 
 class BaseSpeculator(ABC):
@@ -124,10 +128,10 @@ class BaseSpeculator(ABC):
         raise NotImplementedError(f"{type(self).__name__} does not implement propose()")
 
     def defer(self, inputs: DraftInputs) -> None:
-        """Called in place of `propose` after a step for which no drafts are wanted.
+        """Take note of a step after which no drafts are wanted; called instead of `propose`.
 
-        Every row has one token and verified no draft. A drafter with state of its own
-        (`needs.max_deferred_tokens`) keeps what it needs to process these tokens later.
+        In such a step every row has one token and verifies no draft. A drafter with a state of its
+        own (`needs.max_deferred_tokens`) keeps what it needs to process these tokens later.
         """
         return
 

@@ -85,7 +85,7 @@ class StoredRows:
 
 
 def rows_of(rows: StoredRows, spans: Sequence[tuple[int, int]]) -> StoredRows:
-    """Some rows (start, stop), below each other."""
+    """Return the rows of each span (start, stop), in the order of the spans."""
     order = rows.order
     if order is None and len(spans) == 1:
         return replace(rows, data=rows.data[slice(*spans[0])])
@@ -95,7 +95,7 @@ def rows_of(rows: StoredRows, spans: Sequence[tuple[int, int]]) -> StoredRows:
 
 
 def columns_of(rows: StoredRows, start: int, stop: int) -> StoredRows | None:
-    """The columns from `start` to `stop`; None if they are no whole blocks."""
+    """Return the columns from `start` to `stop`, or None if that would cut a block."""
     kind = rows.type
     if start % kind.block_size or stop % kind.block_size:
         return None
@@ -104,7 +104,10 @@ def columns_of(rows: StoredRows, start: int, stop: int) -> StoredRows | None:
 
 
 def with_zeros(rows: StoredRows, count: int) -> StoredRows:
-    """The matrix with `count` rows of zeros below its own: in every format, that is bytes of 0."""
+    """Return the matrix with `count` more rows, whose numbers are 0, below its own.
+
+    In every format, bytes of 0 mean zeros.
+    """
     if rows.order is not None:
         rows = replace(rows, data=rows.data[rows.order], order=None)
     return replace(rows, data=np.pad(rows.data, ((0, count), (0, 0))))

@@ -27,8 +27,9 @@ def ngram_scan_reference(
     max_n: int,
     num_drafts: int,
 ) -> Tensor:
-    """Propose drafts from the longest match of the last min_n to max_n tokens.
+    """Find where a request's last tokens occurred before, and propose the tokens that followed.
 
+    The longest match counts, of `min_n` to `max_n` tokens. `haystack` has the tokens to search.
     slots: [N] int64, batch row -> slot; lengths: [N] int32, known tokens, 0 = propose nothing.
     Returns [N, num_drafts] int64, -1 = no draft.
     """

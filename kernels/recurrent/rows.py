@@ -82,7 +82,7 @@ class DeltaState:
 
 @dataclass(frozen=True)
 class StateTable:
-    """What a slot's states hold, for all layers.
+    """How many tokens each slot's states have absorbed, the same for all layers.
 
     `values` [3, R + 1] int32 has the rows LENGTH (tokens that the state has absorbed), BORDER (the
     length at which a snapshot is taken) and BLOCK (where it is written; 0 = nowhere).
@@ -93,7 +93,7 @@ class StateTable:
 
 @dataclass(frozen=True)
 class BulkRows:
-    """The rows of a step that states absorb at once."""
+    """The batch rows of a step whose tokens the states absorb at once, instead of logging them."""
 
     rows: list[list[int]]  # batch row, first token row, tokens
     row_table: Tensor | None = None  # [B, 3] int32, the same
@@ -105,7 +105,11 @@ class BulkRows:
     def find(
         cls, starts: list[int], limit: int, upload: Callable[[np.ndarray], Tensor]
     ) -> BulkRows:
-        """The rows of more than `limit` tokens; `starts` [N + 1] are the first token rows."""
+        """Find the batch rows that have more than `limit` tokens, and cut them into chunks.
+
+        `starts` [N + 1] are the batch rows' first token rows. `upload` copies an array to the
+        device.
+        """
         pairs = enumerate(zip(starts, starts[1:], strict=False))
         rows = [[row, start, end - start] for row, (start, end) in pairs if end - start > limit]
         if not rows:

@@ -48,7 +48,11 @@ def claim_cases(mode: CUDAGraphMode, lengths: Sequence[int]) -> list[ClaimCase]:
 
 
 class ClaimsAtStart:
-    """Lowers a builder's `supports` where its graphs differ from eager runs on this device."""
+    """Compares graphs of each attention builder with eager runs, and lowers its `supports`.
+
+    A builder's claim says for which batches its attention may run in a CUDA graph. Where a graph
+    computes something else on this device, the claim is lowered.
+    """
 
     def __init__(
         self,
@@ -71,7 +75,7 @@ class ClaimsAtStart:
         self._errors: dict[tuple[_Kind, ClaimCase], float] = {}
 
     def verify(self, groups: Iterable[_Group]) -> None:
-        """Lower `supports` of every builder to what its layers passed.
+        """Test the claims of every builder, and lower `supports` to what all its layers passed.
 
         Target verify and draft prefill share a builder and its claim; draft decode has its own.
         """

@@ -47,8 +47,11 @@ def read_draft_config(
     num_target_layers: int,
     boundaries: tuple[int, ...] | None = None,
 ) -> DraftHeadConfig:
-    """Convert a head's config.json; `boundaries` are the auxiliary hidden states that the user
-    named. Raises ModelLoadError."""
+    """Read the architecture of a head from the contents `raw` of its config.json.
+
+    `boundaries` are the auxiliary hidden states that the user chose; None reads them from the
+    config. Raises ModelLoadError if the config is incomplete or does not fit the target.
+    """
     nested = "transformer_layer_config" in raw
     layer = dict(_object(raw, "transformer_layer_config") if nested else raw)
     layer.setdefault("model_type", "llama")
@@ -95,8 +98,10 @@ def choose_boundaries(
     num_layers: int,
     chosen: tuple[int, ...] | None = None,
 ) -> tuple[int, ...]:
-    """The boundaries 0..n of the auxiliary hidden states, ascending; boundary b is the residual
-    stream after b layers. Logs where they come from; raises ModelLoadError.
+    """Return the boundaries of the auxiliary hidden states, ascending, and log where they are from.
+
+    Boundary b is the residual stream after b layers, 0 to `num_layers`. Raises ModelLoadError if
+    the numbers are not ascending or not in this range.
 
     An id in a config means either the *input* of that layer (boundary = id) or its *output*
     (boundary = id + 1). Configs of `speculators` mean inputs. SpecForge's defaults mean outputs and

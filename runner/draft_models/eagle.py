@@ -83,10 +83,10 @@ class EagleHead(TargetHead, nn.Module):
         only: Tensor | None = None,
         feedback: Tensor | None = None,
     ) -> Tensor:
-        """input_ids, positions [M], hidden [M, H] -> [N, H].
+        """Return the output hidden states [N, H] of input_ids, positions [M] and hidden [M, H].
 
-        N are the rows `only` [N] int64, or all M. The result is written to `feedback` if given,
-        which may be the memory of `hidden`.
+        `only` [N] int64 names the token rows to return; None means all M. If `feedback` is given,
+        the result is written there. It may be the memory of `hidden`.
         """
         weights, eps = None, 0.0
         if self.head.para_norm:

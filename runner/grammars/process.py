@@ -212,7 +212,10 @@ class Nursery:
 
 
 def live(sock: socket.socket, compiler: Compiler) -> None:
-    """Read and compile a grammar, then fill the masks of steps until the worker is gone."""
+    """Be the process of one grammar: compile it, then fill masks until the worker hangs up.
+
+    `sock` brings a `GrammarSpec` first and a `StepJob` for each step after it.
+    """
     _limit()
     try:
         spec = msgspec.msgpack.decode(read_message(sock), type=GrammarSpec)
@@ -286,10 +289,11 @@ class Matching:
         self._matchers: dict[int, XGrammarMatcher] = {}
 
     def answer(self, job: StepJob, sock: socket.socket) -> None:
-        """Compute and send each row's answer: quick ones together, none held up by a slow row.
+        """Compute the answer of each row and send them in order.
 
-        So the first missing answer shows the worker which row is slow. An error of a row is its
-        answer, and the rows after it are still answered.
+        Answers that are computed quickly are sent together, but none waits for a slow row after it.
+        So the first answer that is missing shows the worker which row is slow. If a row fails, its
+        answer is the error, and the rows after it are answered as well.
         """
         for matcher_id in job.dropped:
             self._matchers.pop(matcher_id, None)
@@ -312,8 +316,8 @@ class Matching:
             sock.sendall(b"".join(answers))
 
     def _fill(self, row: RowJob) -> tuple[int, np.ndarray]:
-        """The number of drafts cut, and the mask lines [up to drafts + 1, ceil(V / 32)] to the
-        cut."""
+        """Return how many drafts violate the grammar or follow one that does, and the mask lines of
+        the others, [up to drafts + 1, ceil(V / 32)] int32."""
         matcher = self._matchers.get(row.matcher_id)
         if matcher is None:
             matcher = self._matchers[row.matcher_id] = self._compiler.matcher(self._compiled)

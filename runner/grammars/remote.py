@@ -287,16 +287,22 @@ class StepClock:
 
     @property
     def is_late(self) -> bool:
-        """True once the step has waited so long that slow processes are killed."""
+        """True once the step has waited longer than MAX_STALL_SECONDS for its masks."""
         return self.elapsed > MAX_STALL_SECONDS
 
     @property
     def is_too_much(self) -> bool:
-        """True once all processes together have used the step's share of the cores."""
+        """True once all processes together have used more processor time than a step may cost.
+
+        The limit is TOGETHER_SECONDS for each core.
+        """
         return sum(map(self.spent, self._spent)) > TOGETHER_SECONDS * num_cores()
 
     def spent(self, process: GrammarProcess) -> float:
-        """Seconds of processor time that a process has used in this step, also if it has ended."""
+        """The processor time in seconds that a process has used in this step.
+
+        After its end this stays the last known value.
+        """
         now = cpu_seconds(process.pid)
         spent = max(self._spent[process], now - self._cpu_began[process])
         self._spent[process] = spent
@@ -310,7 +316,7 @@ class StepClock:
 
 
 def matcher_of(job: MaskJob) -> RemoteMatcher:
-    """The job's matcher, which `GrammarProcess.matcher` made."""
+    """Return the job's matcher, which must be one of `GrammarProcess.matcher`."""
     assert isinstance(job.matcher, RemoteMatcher)
     return job.matcher
 

@@ -27,7 +27,10 @@ _SHARED_KV = re.compile(r"^model\.layers\.(\d+)\.self_attn\.(?:k_proj|v_proj|k_n
 
 
 def head_shape(config: Any, index: int) -> tuple[int, int]:
-    """(KV heads, head size) of layer `index`. Full-attention layers may differ from the others."""
+    """Return the number of KV heads and the head size of layer `index`.
+
+    Layers with full attention may have other numbers than those with a sliding window.
+    """
     layers = getattr(config, "per_layer_config", None)
     if layers is not None:
         return int(layers[index].num_key_value_heads), int(layers[index].head_dim)
@@ -40,9 +43,9 @@ def head_shape(config: Any, index: int) -> tuple[int, int]:
 
 
 def kv_source(config: Any, index: int) -> int | None:
-    """The layer with the cache that layer `index` reads: the last of its type that has one.
+    """Return the layer whose cache layer `index` reads, or None if it has a cache of its own.
 
-    None if layer `index` has a cache of its own.
+    The source is the last layer of the same type that has a cache.
     """
     first_shared = config.num_hidden_layers - config.num_kv_shared_layers
     if index < first_shared:
@@ -57,7 +60,7 @@ def make_norm(size: int, config: Any, fmt: WeightFormat) -> RMSNorm:
 
 
 def make_rotary(config: Any, max_position: int, device: torch.device) -> dict[str, RotaryEmbedding]:
-    """Rotary embeddings by layer type. The types may have different head sizes."""
+    """Return the rotary embedding of each layer type, since the types may have other head sizes."""
     return {
         kind: RotaryEmbedding(
             rope_parameters(config, kind),

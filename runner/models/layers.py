@@ -210,12 +210,12 @@ class Linear(nn.Module):
         self.use(pack_any(weight), shard)
 
     def use(self, weight: QuantizedWeight, shard: str = "") -> None:
-        """Take a part's weight, perhaps one that others use, too."""
+        """Set the native weight of one part. It may be shared with other layers."""
         self._parts[shard] = weight
         self._arrived(shard, "weight")
 
     def use_part(self, shard: str, weight: Part) -> None:
-        """Take a part's weight, in the format of its file, perhaps one that others use, too."""
+        """Set the weight of one part in its file's format. The tensor may be shared with others."""
         if isinstance(weight, Tensor):
             weight = weight.to(self.format.device, self.format.dtype)
         with self._lock:
@@ -225,7 +225,7 @@ class Linear(nn.Module):
         self._arrived(shard, "weight")
 
     def _settle(self) -> None:
-        """Make the layer's weight of its parts."""
+        """Join the parts, which have all arrived, into the layer's weight."""
         parts = [self._arrived_parts.pop(shard) for shard in self.shards]
         dense = [part for part in parts if isinstance(part, Tensor)]
         if len(dense) == len(parts):

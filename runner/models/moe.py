@@ -111,7 +111,7 @@ class DividedExperts(nn.Module):
         return self._run(x, weights, here, absent=True)
 
     def _run(self, x: Tensor, weights: Tensor, ids: Tensor, absent: bool) -> Tensor:
-        """`forward` for indices of the experts here; -1 if `absent`."""
+        """Run `forward` for indices of the experts here. If `absent`, ids may be -1: no expert."""
         return run_in_form(x, self.weights, weights, ids, absent, self.fixed)
 
     def sum(self, out: Tensor) -> Tensor:
@@ -125,7 +125,10 @@ class DividedExperts(nn.Module):
         down: ExpertStack,
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     ) -> Iterator[tuple[str, CheckpointSlot]]:
-        """The slots of each expert's matrices; of those of other ranks, nothing is read."""
+        """Yield a checkpoint slot for each matrix of each expert.
+
+        The slots of experts that other ranks hold read nothing.
+        """
         size, hidden = self.size, down.rows
         rows = ((gate_up, 0, size), (gate_up, size, size), (down, 0, hidden))
         first = 0 if self.own is None else self.own.start

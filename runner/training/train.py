@@ -50,7 +50,7 @@ class TrainingRun:
         self._trainer: Trainer | None = None
 
     def stop(self) -> None:
-        """End soon and keep all results so far. Safe in a signal handler."""
+        """Ask `run` to return soon; all results so far stay on disk. Safe in a signal handler."""
         self.is_stopping = True
         if self._trainer is not None:
             self._trainer.stop()

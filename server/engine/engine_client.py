@@ -115,7 +115,7 @@ class EngineClient:
 
     @property
     def state(self) -> State:
-        """The present state, as in `health`."""
+        """The engine's state, as `health` reports it."""
         return self.health.state
 
     @property
@@ -130,12 +130,15 @@ class EngineClient:
 
     @property
     def drafter(self) -> str | None:
-        """The folder or hub id of the present drafter: the one kept last, or the configured one."""
+        """The folder or hub id of the drafter that was kept last, or else of the configured one."""
         return self._drafter.current.model
 
     @property
     def drafter_fallback(self) -> str | None:
-        """Why the worker runs with another drafter or none, if a drafter could not be loaded."""
+        """Why a drafter could not be loaded, so that the worker runs with another or none.
+
+        None if every drafter was loaded.
+        """
         return self._drafter.fallback
 
     async def start(self, progress: ProgressCallback | None = None) -> Ready:

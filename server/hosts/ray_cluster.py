@@ -29,7 +29,7 @@ _LEAVE_SECONDS = 5.0  # for actors to end after their nodes were told that the s
 
 
 class RankActor:
-    """What runs in an actor: the agent of one accelerator."""
+    """The Ray actor of one rank: it runs the agent that joins the server."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -38,7 +38,7 @@ class RankActor:
         return self._name
 
     def run(self, config: Config, node: int, nnodes: int, master: str, port: int, key: str) -> str:
-        """Join the server and follow it to its end; returns one sentence if that fails."""
+        """Run the agent until the server ends. Returns "", or a sentence that says what failed."""
         from ...configs.logs import configure_logging
 
         configure_logging(config.server.log_level, config.server.log_format, self._name)
@@ -100,13 +100,17 @@ class RayCluster:
         return str(ray.util.get_node_ip_address())
 
     def _kind(self) -> str:
-        """The resource of which each process gets one."""
+        """The Ray resource that each process reserves one of: "GPU" or "CPU"."""
         device = self._config.model.device
         has_gpus = self._ray.cluster_resources().get("GPU", 0) > 0
         return "GPU" if device == "cuda" or (device == "auto" and has_gpus) else "CPU"
 
     async def place(self, numbers: list[int], has_joined: Callable[[int], bool], port: int) -> None:
-        """Start the actors of one engine, unless its nodes have joined. Raises WorkerFailed."""
+        """Start the actors of one engine, unless all its nodes have joined the server already.
+
+        `numbers` are its nodes, one for each rank; `port` is the hub's. Raises WorkerFailed if Ray
+        cannot reserve the resources in time.
+        """
         if not all(has_joined(number) for number in numbers):
             await _in_thread(self._place, numbers, port)
 
@@ -160,7 +164,7 @@ class RayCluster:
             remove_placement_group(group)
 
     async def close(self) -> None:
-        """End all actors, after those that were told to have ended, and leave the cluster."""
+        """Wait a while for the actors to end by themselves, kill the others, leave the cluster."""
         await _in_thread(self._close)
 
     def _close(self) -> None:
@@ -176,7 +180,7 @@ class RayCluster:
 
 
 def _take_back_sigterm() -> None:
-    """Put Python's handler of SIGTERM in place of Ray's, which is meant for a process that dies.
+    """Restore Python's handler of SIGTERM, which Ray has replaced by one for a process that dies.
 
     Ray's core calls the former handler, but also sets an alarm that aborts the process three
     seconds later, in the middle of its drain. Call it in the main thread.

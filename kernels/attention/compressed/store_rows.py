@@ -11,10 +11,11 @@ from .pages import Pages
 
 
 def store_rows(rows: Tensor, pages: Pages, positions: Tensor | None = None) -> None:
-    """Write row t of `rows` [M, 1, D] at `pages.slot_mapping[t]`; for slot -1 nothing.
+    """Write row t of `rows` [M, 1, D] into the cache at slot `pages.slot_mapping[t]`, unless it is
+    -1.
 
-    With `positions` [M] a row is the entry of a window, and only that of a window's last token is
-    written.
+    In V4 one entry of the cache stands for several tokens. With `positions` [M], a row is written
+    only if its token is the last of such an entry.
     """
     if pages.fp8 is None or not pages.fp8.paged:
         assert positions is None

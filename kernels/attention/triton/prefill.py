@@ -319,8 +319,10 @@ def prefill_attention(
     tiles: Tiles | None = None,
     splits: int | None = None,
 ) -> None:
-    """`paged_attention` into `out` [T, Hq, D], for a layer without MLA and heads of up to MAX_DIM
-    values, in one launch, and one more that sums the splits if there are several.
+    """Attend as `paged_attention` does, and write the result into `out` [T, Hq, D].
+
+    It serves layers without MLA whose heads have up to MAX_DIM values. It is one launch, and a
+    second one that sums the splits if there are several.
 
     The number of splits depends on shapes only, so a graph may hold the launch; the kernel itself
     finds how many of them have work.

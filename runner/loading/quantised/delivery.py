@@ -48,8 +48,11 @@ def fitting(slot: CheckpointSlot, weight: Stored, device: torch.device | None = 
 
 
 def own_part(slot: CheckpointSlot, weight: Stored, cut: Cut) -> Stored:
-    """A part of a weight in the first of these forms that can hold it alone: its own, packed if
-    the slot takes that, a float tensor."""
+    """Cut a part out of a weight.
+
+    The result has the weight's own form if that can hold the part alone, else the packed form if
+    the slot takes that, else it is a float tensor.
+    """
     part = part_of(weight, cut)
     if part is None and isinstance(weight, StoredRows) and slot.takes_packed is not None:
         from .gguf import packed_rows
@@ -77,7 +80,10 @@ def widened(weight: Stored) -> Tensor:
 
 
 def as_meta(weight: Stored) -> Tensor | PackedWeight:
-    """The outline of a weight as it will be on a GPU. Reads nothing."""
+    """Return a weight of the meta device with the shape and format that it will have on a GPU.
+
+    Nothing is read from the file.
+    """
     if isinstance(weight, StoredRows):
         from .gguf import packed_rows
 

@@ -218,7 +218,12 @@ async def check_samples(
 
 
 def judge_bets(replies: Sequence[Tokens], level: float, report: Report) -> None:
-    """Bet on how often the likeliest token and an unlikely one were emitted."""
+    """Test sampled replies against the probabilities that the server itself reports.
+
+    One test counts how often the likeliest token was emitted, the other how often a token outside
+    the likeliest ones was. Adds both results to `report`; each may fail by chance with the
+    probability `level`.
+    """
     bets = {name: Bet() for name in _EVENTS}
     some_end = any(reply.ends for reply in replies)
     most = None
