@@ -216,7 +216,9 @@ def read_file(path: Path) -> Layer:
     try:
         content = yaml.safe_load(path.read_text())
     except OSError as error:
-        raise ConfigError(f"--config {path}: {(error.strerror or str(error)).lower()}") from None
+        raise ConfigError(
+            f"cannot read --config {path}: {(error.strerror or str(error)).lower()}"
+        ) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f" in line {mark.line + 1}" if mark is not None else ""

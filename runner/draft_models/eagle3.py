@@ -261,10 +261,15 @@ class Eagle3Head(nn.Module):
             if known:
                 ids = torch.arange(draft, device=ids.device) + ids
             if known and (int(ids.max()) >= vocab or int(ids.min()) < 0):
-                raise ModelLoadError("the drafter's d2t maps to ids outside the vocabulary.")
+                raise ModelLoadError(
+                    "the drafter's tensor d2t maps to ids outside the target's vocabulary."
+                )
             has_id = self._has_draft_id if known and not dummy else None
             if has_id is not None and not has_id[ids].all():
-                raise ModelLoadError("the drafter's d2t and t2d contradict each other.")
+                raise ModelLoadError(
+                    "the drafter's d2t and t2d contradict each other: its tensor d2t maps draft "
+                    "tokens to tokens that t2d does not mark."
+                )
             self.draft_to_target = ids
         target = self.target[0].config
         if "embed_tokens" not in self._loaded and target.hidden_size != self.config.hidden_size:

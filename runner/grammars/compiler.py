@@ -173,7 +173,7 @@ def load_library() -> Any:
     """
     found = importlib.util.find_spec("xgrammar")
     if found is None or found.submodule_search_locations is None:
-        raise ImportError("structured output needs the package xgrammar")
+        raise ImportError("structured output needs the package xgrammar: pip install xgrammar")
     if "xgrammar" not in sys.modules:
         sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # tvm_ffi works without it
         package = ModuleType("xgrammar")

@@ -178,7 +178,10 @@ def check_equal(ranks: HasLeast | None, what: str, value: object) -> None:
     number = crc32(repr(value).encode())
     least, most = ranks.least([number, -number])
     if least != -most:
-        raise RunnerError(f"the ranks differ in {what}; rank {ranks.rank} has {value}")
+        raise RunnerError(
+            f"the ranks differ in {what}; rank {ranks.rank} has {value}. It must be the same on "
+            "all: start every node with the same flags and versions."
+        )
 
 
 def head_counts(ranks: Ranks | None, num_heads: int, num_kv_heads: int) -> tuple[int, int]:

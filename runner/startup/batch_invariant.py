@@ -70,8 +70,8 @@ def refuse(sketch: TextModel, fmt: WeightFormat) -> None:
     unfit = unfit_layer([layer.shape for layer in layers])
     if unfit is not None:
         raise NotBatchInvariant(
-            f"no kernel computes a layer of {unfit.inputs} inputs and {unfit.outputs} outputs "
-            "without splitting it by the number of rows."
+            f"no kernel adds up a layer of {unfit.inputs} inputs and {unfit.outputs} outputs in an "
+            "order that is the same for every number of rows; leave out the flag."
         )
 
 

@@ -45,7 +45,7 @@ def read(path: Path) -> Runs:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{path}: {(error.strerror or '').lower()}") from None
+        raise ConfigError(f"cannot read {path}: {(error.strerror or '').lower()}") from None
     try:
         whole = json.loads(text)
     except ValueError:

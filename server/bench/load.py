@@ -128,7 +128,9 @@ def _read(path: Path, parse: Callable[[str], Any]) -> list[dict[str, Any]]:
     try:
         entries = parse(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"--dataset-path {path}: {(error.strerror or '').lower()}") from None
+        raise ConfigError(
+            f"cannot read --dataset-path {path}: {(error.strerror or '').lower()}"
+        ) from None
     except ValueError as error:
         raise ConfigError(f"--dataset-path {path} is not JSON: {error}") from None
     if not isinstance(entries, list) or not all(isinstance(e, dict) for e in entries):

@@ -105,7 +105,7 @@ async def _of_urls(args: argparse.Namespace, plan: Plan) -> Report:
     from ..verify.session import read, user_text
 
     if len(args.url) > 2:
-        raise ConfigError(f"--url can be given twice, not {len(args.url)} times")
+        raise ConfigError(f"--url can be given at most twice, not {len(args.url)} times")
     try:
         prompts = [text for prompt in read(args.data) if (text := user_text(prompt))]
     except (PromptError, OSError) as error:
@@ -123,4 +123,6 @@ def _write_page(path: str, report: Report) -> None:
     try:
         Path(path).write_text(page(report), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--html {path}: {(error.strerror or str(error)).lower()}") from None
+        raise ConfigError(
+            f"cannot write --html {path}: {(error.strerror or str(error)).lower()}"
+        ) from None

@@ -59,7 +59,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise PromptError(f"{path}: {(error.strerror or str(error)).lower()}") from None
+        raise PromptError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None
     except UnicodeDecodeError:
         raise PromptError(f"{path} is not UTF-8 text") from None
     prompts = [

@@ -247,7 +247,7 @@ class _Reader:
                 found.extend(first)
         self.at += 1
         if not found or len(found) > MAX_RANGES:
-            raise RegexError("has an empty or very large character class")
+            raise RegexError("has a character class that is empty or too large")
         return complement(union(found)) if negated else union(found)
 
     def _member(self) -> Ranges:

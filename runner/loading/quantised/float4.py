@@ -42,7 +42,7 @@ def read_float4(parts: Parts) -> PackedWeight:
         else:
             whole = 1.0 / parts.take("weight_global_scale", FLOATS).float()
         if whole.numel() != 1:
-            raise parts.wrong(f"has {whole.numel()} scales of the matrix, not one")
+            raise parts.wrong(f"has {whole.numel()} scales for the whole matrix, but must have one")
         whole = whole.reshape(1).expand(rows).contiguous()
     else:
         scales = scales.view(torch.uint8)
