@@ -16,6 +16,11 @@ from ..paged_rows import AttentionRule, PagedRows
 from .latent_rows import load_latent, load_rotary
 from .online_softmax import absorb, soft_capped
 
+_STRIDES = (
+    *("q_stride_t", "q_stride_h", "k_stride_b", "k_stride_t", "k_stride_h"),
+    *("v_stride_b", "v_stride_t", "v_stride_h"),
+)
+
 
 def paged_arguments(
     query: Tensor, kv_cache: Tensor, rows: PagedRows, rule: AttentionRule, out: Tensor
@@ -28,9 +33,7 @@ def paged_arguments(
     keys, values = (kv_cache, kv_cache) if rule.is_mla else (kv_cache[0], kv_cache[1])
     table, dim = rows.block_table, out.shape[-1] if rule.is_mla else head_dim
     assert query.stride(-1) == 1 and keys.stride(-1) == 1 and table.stride(-1) == 1
-    names = ("q_stride_t", "q_stride_h", "k_stride_b", "k_stride_t", "k_stride_h")
     strides = (*query.stride()[:2], *keys.stride()[:3], *values.stride()[:3])
-    names += ("v_stride_b", "v_stride_t", "v_stride_h")
     return {
         "query": query,
         "key_cache": keys,
@@ -45,7 +48,7 @@ def paged_arguments(
         "softcap": 1.0 if rule.softcap is None else rule.softcap,
         "num_reqs": rows.seq_lens.shape[0],
         "num_tokens": num_tokens,
-        **dict(zip(names, strides, strict=True)),
+        **dict(zip(_STRIDES, strides, strict=True)),
         "table_stride": table.stride(0),
         "Q_HEADS": num_heads,
         "GROUP": num_heads // keys.shape[2],
