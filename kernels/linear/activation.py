@@ -1,7 +1,10 @@
-"""Gated activations for the output of a fused gate and up projection."""
+"""Gated activations: of a fused gate and up projection, and of attention's heads."""
 
 from __future__ import annotations
 
+import functools
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -29,3 +32,14 @@ def gelu_tanh_and_mul_reference(x: Tensor) -> Tensor:
 
 
 gelu_tanh_and_mul = operation(gelu_tanh_and_mul_reference, "x", ".triton.activation")
+
+
+def sigmoid_gate_reference(x: Tensor, gate: Tensor) -> Tensor:
+    """Compute x * sigmoid(gate). x: [M, heads, D]; gate: the same, or float32 parts [S, M, heads,
+    D], which are summed first. Returns [M, heads * D]."""
+    if gate.dim() == 4:  # one after the other: the order of torch's sum depends on M
+        gate = functools.reduce(torch.add, gate).to(x.dtype)
+    return (x * gate.sigmoid()).flatten(1)
+
+
+sigmoid_gate = operation(sigmoid_gate_reference, "x", ".triton.activation")

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..device import use_triton
+from .gated_norm import gated_norm
 from .rows import (
     BLOCK,
     BORDER,
@@ -28,6 +29,7 @@ from .rows import (
     DeltaShape,
     DeltaState,
     DeltaWeights,
+    OutputGate,
 )
 
 _NORM_EPS = 1e-6
@@ -37,22 +39,33 @@ Terms = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def gated_delta(
-    x: Tensor, weights: DeltaWeights, shape: DeltaShape, state: DeltaState, rows: DeltaRows
+    x: Tensor,
+    weights: DeltaWeights,
+    shape: DeltaShape,
+    state: DeltaState,
+    rows: DeltaRows,
+    gate: OutputGate | None = None,
 ) -> Tensor:
     """Process a step's tokens and update the states; `prepare_rows` must have run.
 
-    x: [M*, channels]; returns [M*, value heads * value_dim], in padded rows anything finite.
+    x: [M*, channels]; returns [M*, value heads * value_dim], normed and gated if `gate` is given;
+    in padded rows anything finite.
     """
     if shape.conv_width == 4 and use_triton(x):
         from .triton import gated_delta as triton_gated_delta
 
-        out: Tensor = triton_gated_delta.gated_delta(x, weights, shape, state, rows)
+        out: Tensor = triton_gated_delta.gated_delta(x, weights, shape, state, rows, gate)
         return out
-    return gated_delta_reference(x, weights, shape, state, rows)
+    return gated_delta_reference(x, weights, shape, state, rows, gate)
 
 
 def gated_delta_reference(
-    x: Tensor, weights: DeltaWeights, shape: DeltaShape, state: DeltaState, rows: DeltaRows
+    x: Tensor,
+    weights: DeltaWeights,
+    shape: DeltaShape,
+    state: DeltaState,
+    rows: DeltaRows,
+    gate: OutputGate | None = None,
 ) -> Tensor:
     """The plain version of `gated_delta`. It reads the host only where `rows` allows it."""
     out = x.new_zeros(x.shape[0] + 1, shape.value_size)  # the last row takes what is padding
@@ -60,7 +73,7 @@ def gated_delta_reference(
     for row, first, count in rows.bulk.rows:
         tokens = slice(first, first + count)
         _absorb(x[tokens], weights, shape, state, rows.values[:, row].tolist(), out[tokens])
-    return out[:-1]
+    return out[:-1] if gate is None else gated_norm(out[:-1], shape, gate)
 
 
 def _step(

@@ -1,22 +1,23 @@
-"""RMSNorm of each head's output, gated: what follows the gated delta rule."""
+"""RMSNorm of each head's output, gated: what follows the gated delta rule.
+
+On a GPU a kernel of `gated_delta` computes it beside the log.
+"""
 
 from __future__ import annotations
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..operation import operation
+from .rows import DeltaShape, OutputGate
 
 
-def gated_norm_reference(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute x / sqrt(mean(x^2) + eps) * weight * silu(gate) over the last dimension, in float32.
+def gated_norm(x: Tensor, shape: DeltaShape, gate: OutputGate) -> Tensor:
+    """Compute x / sqrt(mean(x^2) + eps) * weight * silu(gate) for each head, in float32.
 
-    x, gate: [M, heads, D], of which the last two dimensions are contiguous; weight: [D]. Returns
-    [M, heads, D] in the dtype of `x`.
+    x: [M, value heads * value_dim]; returns the same in its dtype.
     """
-    wide = x.float()
-    normed = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
-    return (normed * weight.float() * F.silu(gate.float())).to(x.dtype)
-
-
-gated_norm = operation(gated_norm_reference, "x", ".triton.gated_norm")
+    heads = (x.shape[0], shape.num_value_heads, shape.value_dim)
+    wide = x.view(heads).float()
+    normed = wide * (wide.square().mean(-1, keepdim=True) + gate.eps).rsqrt()
+    result = normed * gate.weight.float() * F.silu(gate.values.view(heads).float())
+    return result.to(x.dtype).flatten(1)

@@ -71,6 +71,15 @@ class DeltaWeights:
 
 
 @dataclass(frozen=True)
+class OutputGate:
+    """What is done with each head's outputs: RMSNorm, times silu of a gate."""
+
+    values: Tensor  # [M*, value heads * value_dim], contiguous in each row
+    weight: Tensor  # [value_dim]
+    eps: float
+
+
+@dataclass(frozen=True)
 class DeltaState:
     """One layer's states. Slot R and block 0 belong to no request: padded rows write there."""
 

@@ -20,7 +20,7 @@ from ...kernels.attention.paged_rows import AttentionRule
 from ...kernels.attention.rotary_store_kv import rotary_qkv
 from ...kernels.linear.norm_rope import rotary_embedding
 from ...kernels.linear.rotation import Rotation
-from ...kernels.recurrent.rows import DeltaWeights
+from ...kernels.recurrent.rows import DeltaWeights, OutputGate
 from .recurrent import RecurrentMetadata
 
 
@@ -245,10 +245,10 @@ class AttentionState:
         metadata = self.metadata[self.group_of_layer[layer_id]]
         return metadata.attend(self.layers[layer_id], query, key, value, self.kv_caches[layer_id])
 
-    def recur(self, layer_id: int, x: Tensor, weights: DeltaWeights) -> Tensor:
+    def recur(self, layer_id: int, x: Tensor, weights: DeltaWeights, gate: OutputGate) -> Tensor:
         """`RecurrentMetadata.recur` of one recurrent layer: [M*, channels] -> [M*, value size]."""
         assert self.recurrent is not None, "the pass has no recurrent states"
-        return self.recurrent.recur(layer_id, x, weights)
+        return self.recurrent.recur(layer_id, x, weights, gate)
 
     def rotate_and_attend(
         self,

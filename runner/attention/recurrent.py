@@ -25,6 +25,7 @@ from ...kernels.recurrent.rows import (
     DeltaShape,
     DeltaState,
     DeltaWeights,
+    OutputGate,
     StateTable,
 )
 
@@ -45,9 +46,10 @@ class RecurrentMetadata:
     states: Mapping[int, DeltaState]  # by layer_id
     shapes: Mapping[int, DeltaShape]
 
-    def recur(self, layer_id: int, x: Tensor, weights: DeltaWeights) -> Tensor:
-        """x: [M*, channels] -> [M*, value size]; updates the layer's states."""
-        return gated_delta(x, weights, self.shapes[layer_id], self.states[layer_id], self.rows)
+    def recur(self, layer_id: int, x: Tensor, weights: DeltaWeights, gate: OutputGate) -> Tensor:
+        """x: [M*, channels] -> [M*, value size], normed and gated; updates the layer's states."""
+        shape, state = self.shapes[layer_id], self.states[layer_id]
+        return gated_delta(x, weights, shape, state, self.rows, gate)
 
 
 class StepBuffers(Protocol):

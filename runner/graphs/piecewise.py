@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels.recurrent.rows import DeltaWeights
+from ...kernels.recurrent.rows import DeltaWeights, OutputGate
 from ..attention.base import AttentionState, Rotary
 from .capture import Graph, GraphPool
 
@@ -55,10 +55,12 @@ class _RecurrentCut:
     layer_id: int
     x: Tensor  # [M*, channels]
     weights: DeltaWeights
+    gate: OutputGate
     output: Tensor  # [M*, value size], read by the next segment
 
     def run(self, state: AttentionState, num_tokens: int) -> None:
-        result = state.recur(self.layer_id, self.x[:num_tokens], self.weights)
+        gate = replace(self.gate, values=self.gate.values[:num_tokens])
+        result = state.recur(self.layer_id, self.x[:num_tokens], self.weights, gate)
         self.output[:num_tokens].copy_(result)
         self.output[num_tokens:].zero_()  # as after attention
 
@@ -120,12 +122,15 @@ class BreakableGraph:
         self._begin()
         return output
 
-    def cut_recurrent(self, layer_id: int, x: Tensor, weights: DeltaWeights, width: int) -> Tensor:
+    def cut_recurrent(
+        self, layer_id: int, x: Tensor, weights: DeltaWeights, gate: OutputGate, width: int
+    ) -> Tensor:
         """The same for a recurrent layer; returns the tensor for its output, [M*, width]."""
         output = x.new_empty(x.shape[0], width)
         self._end()
         borrow = self._pool.backend.borrow
-        self._steps.append(_RecurrentCut(layer_id, borrow(x), weights, borrow(output)))
+        gate = replace(gate, values=borrow(gate.values))
+        self._steps.append(_RecurrentCut(layer_id, borrow(x), weights, gate, borrow(output)))
         self._begin()
         return output
 
@@ -168,10 +173,10 @@ class BreakableState(AttentionState):
         width = layer.head_dim if layer.head_dim_v is None else layer.head_dim_v
         return self.graph.cut(layer_id, query, key, value, width)
 
-    def recur(self, layer_id: int, x: Tensor, weights: DeltaWeights) -> Tensor:
+    def recur(self, layer_id: int, x: Tensor, weights: DeltaWeights, gate: OutputGate) -> Tensor:
         assert self.recurrent is not None
         width = self.recurrent.shapes[layer_id].value_size
-        return self.graph.cut_recurrent(layer_id, x, weights, width)
+        return self.graph.cut_recurrent(layer_id, x, weights, gate, width)
 
     def rotate_and_attend(
         self,

@@ -108,6 +108,16 @@ class Linear(nn.Module):
             return self.forward(x if norm is None else rms_norm(x, *norm))
         return linear_parts(x, self.weight, self.bias, self._choice(x), norm)
 
+    def forward_normed(self, x: Tensor, norm: Norm | None = None) -> Tensor:
+        """`forward` of x [M, in_features], normed first if `norm` is given; see `norms`."""
+        if norm is None:
+            return self.forward(x)
+        if self.packed is not None:
+            return self.packed.forward(x, self.bias, norm)
+        out = self.parts(x, norm)
+        assert out.dim() == 2, "a kernel that norms its input splits no sums"
+        return out
+
     def gated(
         self, x: Tensor, activation: str, norm: Norm | None = None, coding: Coding | None = None
     ) -> Tensor:

@@ -278,7 +278,7 @@ class DecoderLayer(nn.Module):
         coding = None
         if fuses and isinstance(attend, Attention):
             coding = attend.qkv_proj.coding(rows)
-        x, norm, stream = _enter(self.input_layernorm, hidden, residual, norms, coding)
+        x, norm, stream = enter(self.input_layernorm, hidden, residual, norms, coding)
         stream = selected(stream, only)
         rows = stream.shape[0]
         adds = fuses and attend.o_proj.adds(rows)
@@ -286,7 +286,7 @@ class DecoderLayer(nn.Module):
         residual = None if adds else stream
         norms, adds = fuses and mlp.norms(rows), fuses and mlp.adds(rows)
         coding = mlp.coding(rows) if fuses and isinstance(mlp, MLP) else None
-        x, norm, stream = _enter(self.post_attention_layernorm, hidden, residual, norms, coding)
+        x, norm, stream = enter(self.post_attention_layernorm, hidden, residual, norms, coding)
         return mlp.beside(x, stream, norm, adds)
 
     def linears(self) -> Sequence[Linear]:
@@ -320,7 +320,7 @@ def rows_by_block(num_blocks: int, only: Tensor | None) -> list[Tensor | None]:
     return [*[None] * (num_blocks - 1), only]
 
 
-def _enter(
+def enter(
     norm: RMSNorm,
     hidden: Tensor,
     residual: Tensor | None,

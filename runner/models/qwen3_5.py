@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...kernels.recurrent.gated_norm import gated_norm
-from ...kernels.recurrent.rows import DeltaShape, DeltaWeights
+from ...kernels.linear.activation import sigmoid_gate
+from ...kernels.linear.linear import Norm
+from ...kernels.recurrent.rows import DeltaShape, DeltaWeights, OutputGate
 from ..attention.base import AttentionLayer, AttentionState, Rotary
 from ..attention.recurrent import RecurrentLayer
 from ..errors import ModelLoadError
@@ -20,7 +21,7 @@ from ..parallel.ranks import Cut, Ranks, head_counts, stacked
 from .base import PreNormModel
 from .families.qwen_moe import has_experts
 from .layers import CheckpointSlot, Linear, RMSNorm, WeightFormat
-from .llama import MLP, check_silu
+from .llama import MLP, check_silu, enter
 from .moe import SparseMLP
 from .rotary import RotaryEmbedding, RotaryStep, rope_parameters
 from .sharded import qkv_linear, row_linear
@@ -190,15 +191,24 @@ class GatedDeltaNet(nn.Module):
             whole.value_size, config.hidden_size, fmt, role="o", what="value channels"
         )
 
-    def forward(self, hidden: Tensor, attention: AttentionState) -> Tensor:
-        """hidden: [M, H] -> [M, H]; updates the states of the requests."""
+    def forward(
+        self,
+        hidden: Tensor,
+        attention: AttentionState,
+        norm: Norm | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """hidden: [M, H], normed first if `norm` is given -> [M, H]; updates the states of the
+        requests.
+
+        The result has `residual` added if given; otherwise it may be partial sums [S, M, H].
+        """
         shape = self.layer.shape
-        projected = self.in_proj.forward(hidden)
+        projected = self.in_proj.forward_normed(hidden, norm)
         x, z = torch.split(projected, [shape.channels, shape.value_size], dim=-1)
-        heads = (hidden.shape[0], shape.num_value_heads, shape.value_dim)
-        out = attention.recur(self.layer.layer_id, x, self.parameters_.weights).view(heads)
-        out = gated_norm(out, z.view(heads), self.norm.weight, self.norm.eps)
-        return self.out_proj.forward(out.flatten(1))
+        gate = OutputGate(z, self.norm.weight, self.norm.eps)
+        out = attention.recur(self.layer.layer_id, x, self.parameters_.weights, gate)
+        return self.out_proj.parts(out) if residual is None else self.out_proj.add(out, residual)
 
 
 class GatedAttention(nn.Module):
@@ -224,16 +234,27 @@ class GatedAttention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps, fmt, offset=1.0)
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps, fmt, offset=1.0)
 
-    def forward(self, hidden: Tensor, rotary: RotaryStep, attention: AttentionState) -> Tensor:
-        """hidden: [M, H] -> [M, H]."""
-        tokens = hidden.shape[0]
+    def forward(
+        self,
+        hidden: Tensor,
+        rotary: RotaryStep,
+        attention: AttentionState,
+        norm: Norm | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """hidden: [M, H], normed first if `norm` is given -> [M, H].
+
+        The result has `residual` added if given; otherwise it may be partial sums [S, M, H].
+        """
+        fuses = rotary.cos is None
+        qkv = self.qkv_proj.parts(hidden, norm) if fuses else self.qkv_proj.forward(hidden)
         # rows of heads: query and gate of each head, then key heads, then value heads
-        rows = self.qkv_proj.forward(hidden).view(tokens, -1, self.head_dim)
+        rows = qkv.view(*qkv.shape[:-1], -1, self.head_dim)  # [M, ...] or parts [S, M, ...]
         num_rows = 2 * self.num_heads
-        query, gate = rows[:, 0:num_rows:2], rows[:, 1:num_rows:2]
-        key = rows[:, num_rows : num_rows + self.num_kv_heads]
-        value = rows[:, num_rows + self.num_kv_heads :]
-        if rotary.cos is None:  # a kernel norms and rotates, and may store and attend
+        query, gate = rows[..., 0:num_rows:2, :], rows[..., 1:num_rows:2, :]
+        key = rows[..., num_rows : num_rows + self.num_kv_heads, :]
+        value = rows[..., num_rows + self.num_kv_heads :, :]
+        if fuses:  # a kernel norms and rotates, and may store and attend
             norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
             turn = Rotary(rotary.positions, rotary.cos_sin_cache, rotary.interleaved, norms)
             out = attention.rotate_and_attend(self.layer.layer_id, query, key, value, turn)
@@ -241,7 +262,8 @@ class GatedAttention(nn.Module):
             query = rotary.rotate(self.q_norm.forward(query))
             key = rotary.rotate(self.k_norm.forward(key))
             out = attention.attend(self.layer.layer_id, query, key, value)
-        return self.o_proj.forward((out * gate.sigmoid()).reshape(tokens, -1))
+        out = sigmoid_gate(out, gate)
+        return self.o_proj.parts(out) if residual is None else self.o_proj.add(out, residual)
 
 
 class DecoderLayer(nn.Module):
@@ -262,6 +284,7 @@ class DecoderLayer(nn.Module):
         grouped = config.model_type == "qwen3_next"
         self.linear_attn = None if kind == FULL else GatedDeltaNet(config, layer_id, fmt, grouped)
         self.mlp = feed_forward(config, index, fmt)
+        self.is_plain = fmt.is_plain
 
     def forward(
         self,
@@ -269,19 +292,40 @@ class DecoderLayer(nn.Module):
         residual: Tensor | None,
         rotary: RotaryStep,
         attention: AttentionState,
-    ) -> tuple[Tensor, Tensor]:
-        """hidden, residual: [M, H]; the stream is their sum.
-
-        Returns the same for the next layer; `hidden` may then be partial sums [S, M, H].
-        """
-        hidden, residual = self.input_layernorm.add(hidden, residual)
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden, residual: [M, H]; the stream is their sum (see `write_stream`)."""
+        rows, mlp = hidden.shape[-2], self.mlp
+        fuses = not self.is_plain and rotary.cos is None
+        x, norm, stream = enter(
+            self.input_layernorm, hidden, residual, fuses and self._input.norms(rows)
+        )
+        adds = fuses and self._output.adds(rows)
+        own = stream if adds else None
         if self.linear_attn is not None:
-            hidden = self.linear_attn.forward(hidden, attention)
+            hidden = self.linear_attn.forward(x, attention, norm, own)
         else:
             assert self.self_attn is not None
-            hidden = self.self_attn.forward(hidden, rotary, attention)
-        hidden, residual = self.post_attention_layernorm.add(hidden, residual)
-        return self.mlp.parts(hidden), residual
+            hidden = self.self_attn.forward(x, rotary, attention, norm, own)
+        residual = None if adds else stream
+        norms, adds = fuses and mlp.norms(rows), fuses and mlp.adds(rows)
+        x, norm, stream = enter(self.post_attention_layernorm, hidden, residual, norms)
+        return mlp.parts(x, norm, stream if adds else None), None if adds else stream
+
+    @property
+    def _input(self) -> Linear:
+        """The projection of the layer's input."""
+        if self.linear_attn is not None:
+            return self.linear_attn.in_proj
+        assert self.self_attn is not None
+        return self.self_attn.qkv_proj
+
+    @property
+    def _output(self) -> Linear:
+        """The projection after attention."""
+        if self.linear_attn is not None:
+            return self.linear_attn.out_proj
+        assert self.self_attn is not None
+        return self.self_attn.o_proj
 
 
 def feed_forward(config: Any, index: int | None, fmt: WeightFormat) -> MLP | SparseMLP:

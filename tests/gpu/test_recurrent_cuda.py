@@ -20,9 +20,8 @@ from tests.speculators.recurrent_engine import drive, engine, texts  # noqa: E40
 
 from slipstream.configs.schema import SpeculativeConfig  # noqa: E402
 from slipstream.kernels.recurrent.gated_delta import gated_delta  # noqa: E402
-from slipstream.kernels.recurrent.gated_norm import gated_norm, gated_norm_reference  # noqa: E402
 from slipstream.kernels.recurrent.prepare_rows import prepare_rows  # noqa: E402
-from slipstream.kernels.recurrent.rows import DeltaShape  # noqa: E402
+from slipstream.kernels.recurrent.rows import DeltaShape, OutputGate  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -65,13 +64,23 @@ def test_steps_leave_the_states_of_the_reference(
         assert torch.equal(own.table.values.cpu()[:, :-1], plain.table.values[:, :-1])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_norm_is_gated(dtype: torch.dtype) -> None:
-    x, weight = torch.randn(5, 48, 128).to(dtype), torch.randn(128)
-    gate = torch.randn(5, 48 * 128 + 64).to(dtype)[:, 32:-32].view(5, 48, 128)
-    got = gated_norm(x.cuda(), gate.cuda(), weight.cuda(), 1e-6).cpu()
-    expected = gated_norm_reference(x, gate, weight, 1e-6)
-    torch.testing.assert_close(got, expected, atol=2e-2, rtol=2e-2)
+@pytest.mark.parametrize("log", [0, 4])
+@pytest.mark.parametrize("long", [1, 150])
+def test_outputs_are_normed_and_gated(log: int, long: int) -> None:
+    """One row of `long` tokens and one of a single token; what is padding becomes 0."""
+    shape = DeltaShape(16, 48, 128, 128, 4)
+    x = torch.randn(long + 4, shape.channels).bfloat16()
+    wide = torch.randn(long + 4, shape.value_size + 64).bfloat16()
+    gate = OutputGate(wide[:, 32:-32], torch.rand(128) + 0.5, 1e-6)
+    plain, own = (Slots.make(3, log, shape, torch.bfloat16) for _ in range(2))
+    own.weights, own.state, own.table = map(to_gpu, (own.weights, own.state, own.table))
+    own.prepare, own.kernel, own.device = prepare_rows, gated_delta, torch.device("cuda")
+    rows = [(0, 0, long), (2, 0, 1)]
+    expected = plain.kernel(x, plain.weights, shape, plain.state, plain.rows(rows), gate)
+    moved = OutputGate(gate.values.cuda(), gate.weight.cuda(), gate.eps)
+    got = own.kernel(x.cuda(), own.weights, shape, own.state, own.rows(rows), moved).cpu()
+    torch.testing.assert_close(got[: long + 1], expected[: long + 1], atol=4e-2, rtol=4e-2)
+    assert not got[long + 1 :].any()
 
 
 SIZES: dict[str, Any] = {

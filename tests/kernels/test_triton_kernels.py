@@ -133,6 +133,19 @@ def test_rotary_store_kv(dtype: torch.dtype) -> None:
     close(cache, expected_cache)
 
 
+@pytest.mark.parametrize("parts", [0, 3])
+def test_sigmoid_gate(parts: int) -> None:
+    """Of every second head of a wider row, whole or in parts."""
+    from slipstream.kernels.linear.triton import activation as kernels
+
+    dtype = torch.float32 if parts else torch.float16
+    rows = torch.randn(*[parts] * bool(parts), 5, 7, 24).to(dtype)
+    gate, x = rows[..., 1:6:2, :], torch.randn(5, 4, 24).half()[:, 1:]
+    got, expected = kernels.sigmoid_gate(x, gate), activation.sigmoid_gate_reference(x, gate)
+    assert got.is_contiguous() and got.shape == (5, 72)
+    torch.testing.assert_close(got, expected, atol=2e-3, rtol=2e-3)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["silu_and_mul", "gelu_tanh_and_mul"])
 def test_gated_activation(name: str, dtype: torch.dtype) -> None:

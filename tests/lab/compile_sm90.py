@@ -111,6 +111,7 @@ def layers() -> None:
     module("store_kv").store_kv(t(4, 1, 576), None, packed, positions, FP8_LATENT)
     module("activation").silu_and_mul(t(4, 28672))
     module("activation").gelu_tanh_and_mul(t(4, 28672))
+    module("activation").sigmoid_gate(t(4, 24, 256), t(4, 56, 256)[:, 1:48:2])
 
 
 def batch() -> None:
@@ -279,9 +280,9 @@ def recurrent() -> None:
         bulk = rows.BulkRows.find([0, 1, 200], max(log, 1), torch.from_numpy)
         step = rows.DeltaRows(values, starts, log, 1, log, bulk, False)
         x = t(200, shape.channels + shape.value_size)[:, : shape.channels]
-        kernel.gated_delta(x, weights, shape, states, step)
-        of_heads = t(200, heads, 128)
-        module("gated_norm").gated_norm(of_heads, of_heads, t(128, dtype=f32), 1e-6)
+        z = t(200, 2 * shape.value_size)[:, shape.value_size :]
+        gate = rows.OutputGate(z, t(128, dtype=f32), 1e-6)
+        kernel.gated_delta(x, weights, shape, states, step, gate)
 
 
 def listed() -> None:

@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...launch import pdl_options, wait_for_inputs
+from ...launch import hash_functions, pdl_options, wait_for_inputs
+from .rotation import load_parts
 
 _BLOCK = 1024
 
@@ -69,3 +70,49 @@ def silu_and_mul(x: Tensor, limit: float | None = None) -> Tensor:
 def gelu_tanh_and_mul(x: Tensor) -> Tensor:
     """See `kernels.linear.activation.gelu_tanh_and_mul`."""
     return _gated(x, gelu=True)
+
+
+@triton.jit
+def _sigmoid_gate_kernel(
+    x,  # [M, HEADS, DIM]
+    gate,  # [M, HEADS, DIM], or PARTS of it
+    out,  # [M, HEADS * DIM], contiguous
+    x_stride,  # from token to token
+    x_head_stride,
+    gate_stride,
+    gate_head_stride,
+    part_stride,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PARTS: tl.constexpr,  # 0 = whole
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < HEADS * DIM
+    head, dim = place // DIM, place % DIM
+    wait_for_inputs(PDL)
+    own = tl.load(x + token * x_stride + head * x_head_stride + dim, mask=inside, other=0.0)
+    at = gate + token * gate_stride + head * gate_head_stride + dim
+    z = load_parts(at, inside, part_stride, PARTS).to(tl.float32)
+    result = own.to(tl.float32) / (1.0 + tl.exp(-z))
+    tl.store(out + token * (HEADS * DIM) + place, result.to(own.dtype), mask=inside)
+
+
+def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
+    """See `kernels.linear.activation.sigmoid_gate`."""
+    tokens, heads, dim = x.shape
+    parts = gate.shape[0] if gate.dim() == 4 else 0
+    part_stride, own = (gate.stride(0), gate[0]) if parts else (0, gate)
+    assert x.stride(2) == own.stride(2) == 1
+    out = torch.empty(tokens, heads * dim, dtype=x.dtype, device=x.device)
+    if tokens:
+        _sigmoid_gate_kernel[(tokens, triton.cdiv(heads * dim, _BLOCK))](
+            x, own, out, x.stride(0), x.stride(1), own.stride(0), own.stride(1), part_stride,
+            HEADS=heads, DIM=dim, PARTS=parts, BLOCK=_BLOCK, **pdl_options(x),
+        )  # fmt: skip
+    return out
+
+
+hash_functions(globals())

@@ -1,6 +1,6 @@
-"""Triton version of `kernels.recurrent.gated_delta`: rows of few tokens, and the log.
+"""Triton version of `kernels.recurrent.gated_delta`: rows of few tokens.
 
-Rows that states absorb at once are in `delta_chunks`.
+Rows that states absorb at once are in `delta_chunks`, and what follows both is in `finish_rows`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -11,13 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...launch import hash_functions
-from ..rows import DeltaRows, DeltaShape, DeltaState, DeltaWeights, StateTable
+from ...launch import hash_functions, pdl_options, wait_for_inputs
+from ..rows import DeltaRows, DeltaShape, DeltaState, DeltaWeights, OutputGate, StateTable
 from .delta_chunks import absorb_bulk
 from .delta_parts import conv_weights, convolved, gates, normed
+from .finish_rows import finish_rows
 
 _ROWS = 128
-_CHANNELS = 256
 
 
 @triton.jit(
@@ -121,7 +121,10 @@ def _step_kernel(
     DV: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    """The tokens of a row in one head. States and logs are of earlier steps, so that logged tokens
+    are absorbed before the kernel waits for x."""
     row, head = tl.program_id(0), tl.program_id(1)
     channels: tl.constexpr = 2 * HK * DK + HV * DV + 2 * HV
     length = tl.load(rows + row)
@@ -181,6 +184,7 @@ def _step_kernel(
         if (lag > 0) & is_real:
             tl.store(state + slot * HV * DK * DV + tile, current, mask=in_tile)
         token = tl.load(query_start_loc + row).to(tl.int64)
+        wait_for_inputs(PDL)
         now = x + token * x_stride
         target = out + token * out_stride + head * DV + v_at
         for _ in range(count):
@@ -203,87 +207,22 @@ def _step_kernel(
                 tl.store(state + slot * HV * DK * DV + tile, current, mask=in_tile)
                 if (start + count == border) & (block > 0):
                     tl.store(snapshots + block * HV * DK * DV + tile, current, mask=in_tile)
-
-
-@triton.jit(
-    do_not_specialize=["rows_stride", "num_slots"],
-    do_not_specialize_on_alignment=["query_start_loc"],
-)
-def _log_kernel(
-    x,  # [M*, channels]
-    history,  # [R + 1, 3 + LOG, channels]
-    snapshot_tails,  # [B, 3, channels]
-    rows,  # [7, N*]
-    query_start_loc,  # [N* + 1]
-    x_stride,
-    rows_stride,
-    num_slots,
-    LOG: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Move each history on: the inputs before the row's first token, then the row's own.
-
-    Without a log, the inputs before the token after the row.
-    """
-    row = tl.program_id(0)
-    length = tl.load(rows + row)
-    border = tl.load(rows + rows_stride + row)
-    block = tl.load(rows + 2 * rows_stride + row).to(tl.int64)
-    slot = tl.load(rows + 3 * rows_stride + row).to(tl.int64)
-    start = tl.load(rows + 4 * rows_stride + row)
-    lag = tl.load(rows + 5 * rows_stride + row)
-    count = tl.load(rows + 6 * rows_stride + row)
-    limit: tl.constexpr = LOG if LOG > 0 else 1
-    count = tl.where(count > limit, 0, count)
-    if slot < num_slots - 1:
-        channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        inside = channel < CHANNELS
-        past = history + slot * (3 + LOG) * CHANNELS + channel
-        now = x + tl.load(query_start_loc + row).to(tl.int64) * x_stride + channel
-        saved = snapshot_tails + block * 3 * CHANNELS + channel
-        if LOG > 0:
-            hit = border - length  # logged tokens before the border
-            if (hit > 0) & (hit <= lag) & (block > 0):
-                for j in tl.static_range(3):
-                    known = inside & (border - 3 + j >= 0)
-                    one = tl.load(past + (hit + j) * CHANNELS, mask=known, other=0.0)
-                    tl.store(saved + j * CHANNELS, one, mask=inside)
-            # All are read, by all threads, before the first is written.
-            tail0 = tl.load(past + lag * CHANNELS, mask=inside & (start >= 3), other=0.0)
-            tail1 = tl.load(past + (lag + 1) * CHANNELS, mask=inside & (start >= 2), other=0.0)
-            tail2 = tl.load(past + (lag + 2) * CHANNELS, mask=inside & (start >= 1), other=0.0)
-            tl.debug_barrier()
-            tl.store(past, tail0, mask=inside)
-            tl.store(past + CHANNELS, tail1, mask=inside)
-            tl.store(past + 2 * CHANNELS, tail2, mask=inside)
-            for i in range(count):
-                one = tl.load(now + i * x_stride, mask=inside, other=0.0)
-                tl.store(past + (3 + i) * CHANNELS, one, mask=inside)
-        else:
-            tail0 = tl.load(past + count * CHANNELS, mask=inside & (start + count >= 3), other=0.0)
-            tail1 = tl.load(past + 2 * CHANNELS, mask=inside & (start >= 1), other=0.0)
-            if count == 0:
-                tail2 = tail1
-                tail1 = tl.load(past + CHANNELS, mask=inside & (start >= 2), other=0.0)
-            else:
-                tail2 = tl.load(now, mask=inside, other=0.0)
-            tl.debug_barrier()
-            tl.store(past, tail0, mask=inside)
-            tl.store(past + CHANNELS, tail1, mask=inside)
-            tl.store(past + 2 * CHANNELS, tail2, mask=inside)
-            if (count > 0) & (start + count == border) & (block > 0):
-                tl.store(saved, tail0, mask=inside)
-                tl.store(saved + CHANNELS, tail1, mask=inside)
-                tl.store(saved + 2 * CHANNELS, tail2, mask=inside)
+    else:
+        wait_for_inputs(PDL)
 
 
 def gated_delta(
-    x: Tensor, weights: DeltaWeights, shape: DeltaShape, state: DeltaState, rows: DeltaRows
+    x: Tensor,
+    weights: DeltaWeights,
+    shape: DeltaShape,
+    state: DeltaState,
+    rows: DeltaRows,
+    gate: OutputGate | None = None,
 ) -> Tensor:
     """See `kernels.recurrent.gated_delta.gated_delta`; for a convolution of four taps."""
     assert shape.conv_width == 4 and x.stride(1) == 1
-    out = x.new_zeros(x.shape[0], shape.value_size)
+    create = x.new_zeros if gate is None else x.new_empty  # a gate leaves out what is padding
+    out = create(x.shape[0], shape.value_size)
     num_rows, num_slots = rows.values.shape[1], state.state.shape[0]
     block_v = min(32, triton.next_power_of_2(shape.value_dim))
     grid = (num_rows, shape.num_value_heads, triton.cdiv(shape.value_dim, block_v))
@@ -310,23 +249,13 @@ def gated_delta(
         BLOCK_K=triton.next_power_of_2(shape.key_dim),
         BLOCK_V=block_v,
         num_warps=4,
+        **pdl_options(x),
     )
-    _log_kernel[(num_rows, triton.cdiv(shape.channels, _CHANNELS))](
-        x,
-        state.history,
-        state.snapshot_tails,
-        rows.values,
-        rows.query_start_loc,
-        x.stride(0),
-        rows.values.stride(0),
-        num_slots=num_slots,
-        LOG=rows.log,
-        CHANNELS=shape.channels,
-        BLOCK=_CHANNELS,
-    )
-    if rows.bulk.rows:
-        absorb_bulk(x, weights, shape, state, rows, out)
-    return out
+    if not rows.bulk.rows:
+        return finish_rows(x, shape, state, rows, out, gate, moves_log=True)
+    finish_rows(x, shape, state, rows, out, None, moves_log=True)
+    absorb_bulk(x, weights, shape, state, rows, out)
+    return out if gate is None else finish_rows(x, shape, state, rows, out, gate, moves_log=False)
 
 
 hash_functions(globals())

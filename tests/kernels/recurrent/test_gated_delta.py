@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.recurrent.gated_delta import Terms, delta_chunks, delta_tokens
-from slipstream.kernels.recurrent.gated_norm import gated_norm_reference
+from slipstream.kernels.recurrent.gated_norm import gated_norm
+from slipstream.kernels.recurrent.rows import DeltaShape, OutputGate
 
 from .delta_slots import SHAPE, Slots, random_steps
 
@@ -92,6 +93,7 @@ def test_a_step_without_bulk_rows_can_be_repeated() -> None:
 
 def test_the_norm_is_gated() -> None:
     x, gate = torch.randn(3, 4, 16), torch.randn(3, 4, 16)
-    weight = torch.randn(16)
+    weight, shape = torch.randn(16), DeltaShape(2, 4, 8, 16, 4)
     expected = torch.nn.functional.rms_norm(x, (16,), weight, 1e-6) * gate * gate.sigmoid()
-    torch.testing.assert_close(gated_norm_reference(x, gate, weight, 1e-6), expected)
+    got = gated_norm(x.flatten(1), shape, OutputGate(gate.flatten(1), weight, 1e-6))
+    torch.testing.assert_close(got, expected.flatten(1))

@@ -7,8 +7,7 @@ import random
 import pytest
 import torch
 
-from slipstream.kernels.recurrent.gated_norm import gated_norm_reference
-from slipstream.kernels.recurrent.rows import DeltaShape
+from slipstream.kernels.recurrent.rows import DeltaShape, OutputGate
 
 from ...cases import some
 from .delta_slots import Slots, random_steps
@@ -61,14 +60,29 @@ def test_steps_leave_the_states_of_the_reference(
     assert bool((triton.state.state[-1] == 9).all())  # padded rows write nothing at all
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_the_norm_is_gated(dtype: torch.dtype) -> None:
-    from slipstream.kernels.recurrent.triton.gated_norm import gated_norm
+@pytest.mark.parametrize(("log", "dtype"), [(0, torch.float32), (3, torch.float16)])
+def test_outputs_are_normed_and_gated(log: int, dtype: torch.dtype) -> None:
+    """In steps of short rows, and of long ones; what is padding becomes 0, and states stay."""
+    from slipstream.kernels.recurrent.triton.gated_delta import gated_delta, prepare_rows
 
-    x, weight = torch.randn(3, 4, 24).to(dtype), torch.randn(24)
-    gate = torch.randn(3, 200).to(dtype)[:, 7:103].view(3, 4, 24)
-    tolerance = 1e-5 if dtype is torch.float32 else 2e-2
-    torch.testing.assert_close(
-        gated_norm(x, gate, weight, 1e-6), gated_norm_reference(x, gate, weight, 1e-6),
-        atol=tolerance, rtol=tolerance,
-    )  # fmt: skip
+    shape = DeltaShape(1, 3, 8, 24, 4)
+    generator = torch.Generator().manual_seed(log)
+    x = torch.randn(80, shape.channels, generator=generator).to(dtype)
+    wide = torch.randn(80, shape.value_size + 9, generator=generator).to(dtype)
+    weight = torch.rand(24, generator=generator) + 0.5
+    plain = Slots.make(3, log, shape, dtype)
+    triton = Slots.make(3, log, shape, dtype, prepare=prepare_rows, kernel=gated_delta)
+    tolerance = 1e-4 if dtype is torch.float32 else 3e-2
+    for rows in ([(0, 0, 2), (2, 0, 66)], [(2, 66, 1), (0, 2, 1)]):
+        count = sum(tokens for *_, tokens in rows)
+        own = OutputGate(wide[: count + 3, 4:-5], weight, 1e-6)
+        expected, got = (
+            slots.kernel(x[: count + 3], slots.weights, shape, slots.state, slots.rows(rows), own)
+            for slots in (plain, triton)
+        )
+        torch.testing.assert_close(got[:count], expected[:count], atol=tolerance, rtol=tolerance)
+        assert got.is_contiguous() and not got[count:].any()
+        known = plain.table.values[0] > 0  # slots whose states are read
+        torch.testing.assert_close(
+            triton.state.state[known], plain.state.state[known], atol=tolerance, rtol=tolerance
+        )

@@ -1,0 +1,224 @@
+"""What follows the gated delta rule in one launch: the logs move on, and outputs are gated."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...launch import hash_functions, pdl_options, wait_for_inputs
+from ..rows import DeltaRows, DeltaShape, DeltaState, OutputGate
+
+_CHANNELS = 512
+
+
+@triton.jit
+def _move_log(
+    x,  # [M*, channels]
+    history,  # [R + 1, 3 + LOG, channels]
+    snapshot_tails,  # [B, 3, channels]
+    rows,  # [7, N*]
+    query_start_loc,  # [N* + 1]
+    x_stride,
+    rows_stride,
+    num_slots,
+    row,
+    block_of_channels,
+    LOG: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Move each history on: the inputs before the row's first token, then the row's own.
+
+    Without a log, the inputs before the token after the row.
+    """
+    length = tl.load(rows + row)
+    border = tl.load(rows + rows_stride + row)
+    block = tl.load(rows + 2 * rows_stride + row).to(tl.int64)
+    slot = tl.load(rows + 3 * rows_stride + row).to(tl.int64)
+    start = tl.load(rows + 4 * rows_stride + row)
+    lag = tl.load(rows + 5 * rows_stride + row)
+    count = tl.load(rows + 6 * rows_stride + row)
+    limit: tl.constexpr = LOG if LOG > 0 else 1
+    count = tl.where(count > limit, 0, count)
+    token = tl.load(query_start_loc + row).to(tl.int64)
+    wait_for_inputs(PDL)  # for those that read the log
+    if slot < num_slots - 1:
+        channel = block_of_channels * BLOCK + tl.arange(0, BLOCK)
+        inside = channel < CHANNELS
+        past = history + slot * (3 + LOG) * CHANNELS + channel
+        now = x + token * x_stride + channel
+        saved = snapshot_tails + block * 3 * CHANNELS + channel
+        if LOG > 0:
+            hit = border - length  # logged tokens before the border
+            if (hit > 0) & (hit <= lag) & (block > 0):
+                for j in tl.static_range(3):
+                    known = inside & (border - 3 + j >= 0)
+                    one = tl.load(past + (hit + j) * CHANNELS, mask=known, other=0.0)
+                    tl.store(saved + j * CHANNELS, one, mask=inside)
+            # All are read, by all threads, before the first is written.
+            tail0 = tl.load(past + lag * CHANNELS, mask=inside & (start >= 3), other=0.0)
+            tail1 = tl.load(past + (lag + 1) * CHANNELS, mask=inside & (start >= 2), other=0.0)
+            tail2 = tl.load(past + (lag + 2) * CHANNELS, mask=inside & (start >= 1), other=0.0)
+            tl.debug_barrier()
+            tl.store(past, tail0, mask=inside)
+            tl.store(past + CHANNELS, tail1, mask=inside)
+            tl.store(past + 2 * CHANNELS, tail2, mask=inside)
+            for i in range(count):
+                one = tl.load(now + i * x_stride, mask=inside, other=0.0)
+                tl.store(past + (3 + i) * CHANNELS, one, mask=inside)
+        else:
+            tail0 = tl.load(past + count * CHANNELS, mask=inside & (start + count >= 3), other=0.0)
+            tail1 = tl.load(past + 2 * CHANNELS, mask=inside & (start >= 1), other=0.0)
+            if count == 0:
+                tail2 = tail1
+                tail1 = tl.load(past + CHANNELS, mask=inside & (start >= 2), other=0.0)
+            else:
+                tail2 = tl.load(now, mask=inside, other=0.0)
+            tl.debug_barrier()
+            tl.store(past, tail0, mask=inside)
+            tl.store(past + CHANNELS, tail1, mask=inside)
+            tl.store(past + 2 * CHANNELS, tail2, mask=inside)
+            if (count > 0) & (start + count == border) & (block > 0):
+                tl.store(saved, tail0, mask=inside)
+                tl.store(saved + CHANNELS, tail1, mask=inside)
+                tl.store(saved + 2 * CHANNELS, tail2, mask=inside)
+
+
+@triton.jit
+def _gate_heads(
+    out,  # [M*, HV * DV]
+    gate,  # [M*, HV * DV], rows `gate_stride` apart
+    gain,  # [DV]
+    gated,  # [M*, HV * DV], contiguous
+    token,
+    num_tokens,  # that exist; others are padding
+    gate_stride,
+    eps,
+    first_head,
+    HV: tl.constexpr,
+    DV: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """See `kernels.recurrent.gated_norm`, for some heads of a token. Padding becomes 0."""
+    head = first_head + tl.arange(0, HEADS)
+    at = tl.arange(0, BLOCK)
+    inside = (head < HV)[:, None] & (at < DV)[None, :]
+    place = head[:, None] * DV + at[None, :]
+    weight = tl.load(gain + at, mask=at < DV, other=0.0).to(tl.float32)
+    exists = inside & (token < num_tokens)
+    z = tl.load(gate + token * gate_stride + place, mask=exists, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
+    own = tl.load(out + token * (HV * DV) + place, mask=exists, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(own * own, 1) / DV + eps)
+    own = own * scale[:, None] * weight[None, :] * z * tl.sigmoid(z)
+    target = gated + token * (HV * DV) + place
+    tl.store(target, own.to(gated.dtype.element_ty), mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=["rows_stride", "num_slots", "num_rows", "log_programs"],
+    do_not_specialize_on_alignment=["query_start_loc"],
+)
+def _finish_kernel(
+    x,  # [M*, channels]
+    history,
+    snapshot_tails,
+    rows,
+    query_start_loc,
+    out,  # the arguments of `_gate_heads`
+    gate,
+    gain,
+    gated,
+    x_stride,
+    rows_stride,
+    num_slots,
+    num_rows,  # N*
+    log_programs,
+    gate_stride,
+    eps,
+    LOG: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BLOCKS: tl.constexpr,  # of channels
+    BLOCK: tl.constexpr,
+    HV: tl.constexpr,
+    DV: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """What follows `_step_kernel`: some programs move the logs on, the others gate the outputs."""
+    program = tl.program_id(0)
+    if program < log_programs:
+        _move_log(
+            x, history, snapshot_tails, rows, query_start_loc, x_stride, rows_stride, num_slots,
+            program // BLOCKS, program % BLOCKS, LOG, CHANNELS, BLOCK, PDL,
+        )  # fmt: skip
+    else:
+        part = program - log_programs
+        groups: tl.constexpr = (HV + HEADS - 1) // HEADS
+        token = (part // groups).to(tl.int64)
+        _gate_heads(
+            out, gate, gain, gated, token, tl.load(query_start_loc + num_rows), gate_stride, eps,
+            part % groups * HEADS, HV, DV, HEADS, BLOCK_V, PDL,
+        )  # fmt: skip
+
+
+def finish_rows(
+    x: Tensor,
+    shape: DeltaShape,
+    state: DeltaState,
+    rows: DeltaRows,
+    out: Tensor,
+    gate: OutputGate | None,
+    moves_log: bool,
+) -> Tensor:
+    """Move the logs on, if they have not been yet, and gate the outputs if `gate` is given."""
+    num_rows, heads = rows.values.shape[1], shape.num_value_heads
+    blocks = triton.cdiv(shape.channels, _CHANNELS)
+    block_v = triton.next_power_of_2(shape.value_dim)
+    per_program = max(1, min(triton.next_power_of_2(heads), 1024 // block_v))
+    log_programs, gate_programs, gated = num_rows * blocks if moves_log else 0, 0, out
+    if gate is not None:
+        gate_programs = x.shape[0] * triton.cdiv(heads, per_program)
+        gated = torch.empty_like(out)
+        assert gate.values.stride(1) == 1
+    if log_programs + gate_programs:
+        _finish_kernel[(log_programs + gate_programs,)](
+            x,
+            state.history,
+            state.snapshot_tails,
+            rows.values,
+            rows.query_start_loc,
+            out,
+            out if gate is None else gate.values,
+            out if gate is None else gate.weight,
+            gated,
+            x.stride(0),
+            rows.values.stride(0),
+            state.state.shape[0],
+            num_rows,
+            log_programs,
+            0 if gate is None else gate.values.stride(0),
+            0.0 if gate is None else gate.eps,
+            LOG=rows.log,
+            CHANNELS=shape.channels,
+            BLOCKS=blocks,
+            BLOCK=_CHANNELS,
+            HV=heads,
+            DV=shape.value_dim,
+            HEADS=per_program,
+            BLOCK_V=block_v,
+            num_warps=4,
+            **pdl_options(x),
+        )
+    return gated
+
+
+hash_functions(globals())
