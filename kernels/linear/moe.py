@@ -12,6 +12,8 @@ from torch import Tensor
 from ..device import use_triton
 from ..operation import operation
 from .experts import Experts, ExpertWeights, Routing
+from .linear import Norm
+from .norm_rope import fused_add_rms_norm_reference, rms_norm_reference
 
 
 def select_experts_reference(
@@ -62,6 +64,25 @@ def _best_experts(choice: Tensor, routing: Routing) -> Tensor:
     return choice.topk(routing.top_k, dim=-1)[1]
 
 
+def normed_scores_reference(
+    x: Tensor, residual: Tensor | None, norm: Norm, weight: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A norm and the router behind it, for few rows: (normed rows, stream, scores).
+
+    x: [M, H], or float32 parts [S, M, H] of it if there is a `residual` [M, H]; weight: [E, H];
+    bias: [E]. The stream [M, H] is x + residual, scores are [M, E] float32.
+    """
+    if residual is None:
+        normed, stream = rms_norm_reference(x, *norm), x
+    else:
+        normed, stream = fused_add_rms_norm_reference(x, residual, *norm)
+    scores = F.linear(normed.float(), weight.float(), None if bias is None else bias.float())
+    return normed, stream, scores
+
+
+normed_scores = operation(normed_scores_reference, "x", ".triton.normed_scores")
+
+
 def run_experts(
     x: Tensor,
     experts: ExpertWeights,
@@ -87,6 +108,16 @@ def run_experts(
             out = triton_moe.run_experts(x, experts, weights, ids, absent)
         return out
     return run_experts_reference(x, experts, weights, ids)
+
+
+def add_experts_reference(
+    x: Tensor, experts: ExpertWeights, weights: Tensor, ids: Tensor, residual: Tensor
+) -> Tensor:
+    """`run_experts` of one row plus `residual`, all [1, H]."""
+    return residual + run_experts_reference(x, experts, weights, ids)
+
+
+add_experts = operation(add_experts_reference, "x", ".triton.moe")
 
 
 def own_experts_reference(

@@ -17,7 +17,7 @@ from ..attention.base import AttentionLayer, AttentionState
 from ..errors import ModelLoadError
 from ..models.base import embedded, embedded_by
 from ..models.layers import CheckpointSlot, RMSNorm, WeightFormat, module_slots
-from ..models.llama import DecoderLayer, rows_by_block
+from ..models.llama import MLP, DecoderLayer, rows_by_block
 from ..models.rotary import RotaryEmbedding, rope_parameters
 from ..models.sharded import input_linear, table
 from .draft_config import DraftHeadConfig
@@ -104,6 +104,7 @@ class EagleHead(TargetHead, nn.Module):
         out = first.self_attn.forward(stream, rotary, attention, only=wanted[0])
         residual: Tensor | None
         out, residual = first.post_attention_layernorm.add(out, stream, wanted[0])
+        assert isinstance(first.mlp, MLP)
         out = first.mlp.parts(out)
         for block, rows in zip(self.blocks[1:], wanted[1:], strict=True):
             out, residual = block.forward(out, residual, rotary, attention, rows)

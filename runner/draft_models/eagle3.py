@@ -19,7 +19,7 @@ from ..attention.base import AttentionLayer, AttentionState
 from ..errors import ModelLoadError
 from ..models.base import EmbeddedIds, embedded, embedded_by
 from ..models.layers import CheckpointSlot, RMSNorm, WeightFormat, module_slots
-from ..models.llama import Attention, DecoderLayer, rows_by_block, selected
+from ..models.llama import MLP, Attention, DecoderLayer, rows_by_block, selected
 from ..models.native import NativeDecoder
 from ..models.rotary import RotaryEmbedding, RotaryStep, rope_parameters
 from ..models.sharded import head as output_head
@@ -60,6 +60,7 @@ class FirstLayer(DecoderLayer):
         out, normed = self.attend(embedding, hidden, rotary, attention, only)
         residual = normed if self.norm_before_residual else hidden
         out, residual = self.post_attention_layernorm.add(out, residual, only)
+        assert isinstance(self.mlp, MLP)
         return self.mlp.parts(out), residual
 
     def attend(

@@ -17,7 +17,7 @@ from ..parallel.ranks import head_counts
 from .base import PreNormModel, is_after_layers
 from .layers import CheckpointSlot, Linear, RMSNorm, WeightFormat
 from .llama import MLP, FeedForward, check_silu
-from .moe import SharedMoE
+from .moe import Chosen, Experts, RoutedMLP, Router
 from .rotary import RotaryEmbedding, RotaryStep, rope_parameters, yarn_factor, yarn_mscale
 from .sharded import column_linear, row_linear
 
@@ -165,6 +165,48 @@ def routing_of(config: Any) -> Routing:
     )
 
 
+class SharedMoE(RoutedMLP):
+    """A feed-forward layer of routed experts and experts that every token has (DeepSeek, GLM)."""
+
+    def __init__(
+        self,
+        config: Any,
+        routing: Routing,
+        fmt: WeightFormat,
+        correction: bool,
+        bias: bool = False,
+    ) -> None:
+        """`correction`: as in `Router`; `bias`: whether the shared experts have biases."""
+        super().__init__()
+        hidden, count = config.hidden_size, config.n_routed_experts
+        size = config.moe_intermediate_size
+        self.gate = Router(hidden, count, routing, fmt, correction=correction)
+        self.experts = Experts(count, hidden, size, fmt)
+        self.experts.expert_share = routing.top_k / count
+        shared = config.n_shared_experts or 0
+        self.shared_experts = MLP(hidden, size * shared, fmt, bias, sums=False) if shared else None
+
+    @property
+    def scorer(self) -> Router:
+        return self.gate
+
+    def routed(
+        self, x: Tensor, stream: Tensor, chosen: Chosen, fuses: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """As the base class. The first tensor is that of the routed experts; the second is the
+        stream and the shared experts. With several ranks, which have a part of every expert, the
+        first has all."""
+        out = self.experts.parts(x, *chosen)
+        shared = self.shared_experts
+        if shared is None:
+            return self.experts.sum(out), stream
+        if self.experts.ranks is not None:
+            return self.experts.sum(out + shared.forward(x)), stream
+        if shared.is_plain:
+            return out, stream + shared.forward(x)
+        return out, shared.parts(x, None, stream)
+
+
 class DecoderLayer(nn.Module):
     """A pre-norm block. The feed-forward part is dense in the first layers and MoE in the
     others."""
@@ -198,8 +240,8 @@ class DecoderLayer(nn.Module):
         """
         hidden, residual = self.input_layernorm.add(hidden, residual)
         hidden = self.self_attn.forward(hidden, rotary, attention)
-        hidden, residual = self.post_attention_layernorm.add(hidden, residual)
-        return self.mlp.beside(hidden, residual)
+        fuses = rotary.cos is None
+        return self.mlp.feed(self.post_attention_layernorm, hidden, residual, fuses)
 
 
 def make_rotary(config: Any, max_position: int, device: torch.device) -> RotaryEmbedding:

@@ -167,34 +167,15 @@ def check_silu(config: Any) -> None:
 
 
 class FeedForward(nn.Module):
-    """The feed-forward part of a block. Unless a subclass says so, it norms and adds nothing."""
+    """The feed-forward part of a block."""
 
-    def norms(self, num_rows: int) -> bool:
-        """True if it can norm its input of `num_rows` rows itself."""
-        return False
-
-    def adds(self, num_rows: int) -> bool:
-        """True if it can add a residual of `num_rows` rows itself."""
-        return False
-
-    def parts(
-        self, hidden: Tensor, norm: Norm | None = None, residual: Tensor | None = None
-    ) -> Tensor:
-        """The layer of hidden [M, H], normed first if `norm` is given; it adds `residual` if given.
-
-        Otherwise it may return partial sums [S, M, H], which the next norm adds up.
-        """
-        raise NotImplementedError
-
-    def beside(
-        self, hidden: Tensor, stream: Tensor, norm: Norm | None = None, adds: bool = False
+    def feed(
+        self, norm: RMSNorm, hidden: Tensor, residual: Tensor | None, fuses: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Two tensors whose sum is the stream after the layer, both [M, H]; the first may be parts.
-
-        hidden: [M, H], normed first if `norm` is given; stream: [M, H], that before the layer. If
-        it `adds`, the first tensor contains the stream.
-        """
-        return self.parts(hidden, norm, stream if adds else None), None if adds else stream
+        """Two tensors whose sum is the stream after this part; hidden + residual is the stream
+        before it, and `norm` is applied first. Both pairs are as in `write_stream`. If it `fuses`,
+        kernels may norm and add."""
+        raise NotImplementedError
 
 
 class MLP(FeedForward):
@@ -211,14 +192,25 @@ class MLP(FeedForward):
         self.is_plain = fmt.is_plain
 
     def norms(self, num_rows: int) -> bool:
+        """True if `parts` can norm its input of `num_rows` rows itself."""
         return self.gate_up_proj.norms(num_rows)
 
     def adds(self, num_rows: int) -> bool:
+        """True if `parts` can add a residual of `num_rows` rows itself."""
         return self.down_proj.adds(num_rows)
 
     def coding(self, num_rows: int) -> Coding | None:
         """How `parts` wants its input of `num_rows` rows coded; None if it takes numbers."""
         return None if self.is_plain else self.gate_up_proj.coding(num_rows)
+
+    def feed(
+        self, norm: RMSNorm, hidden: Tensor, residual: Tensor | None, fuses: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        rows = hidden.shape[-2]
+        norms, adds = fuses and self.norms(rows), fuses and self.adds(rows)
+        coding = self.coding(rows) if fuses else None
+        x, left, stream = enter(norm, hidden, residual, norms, coding)
+        return self.parts(x, left, stream if adds else None), None if adds else stream
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden: [M, H] -> [M, H]."""
@@ -227,6 +219,11 @@ class MLP(FeedForward):
     def parts(
         self, hidden: Tensor, norm: Norm | None = None, residual: Tensor | None = None
     ) -> Tensor:
+        """`forward` of hidden [M, H], normed first if `norm` is given.
+
+        Adds `residual` if given. Otherwise it may return partial sums [S, M, H], which the next
+        norm adds up.
+        """
         if self.is_plain:
             return self.forward(hidden)
         coding = self.down_proj.coding(hidden.shape[0])
@@ -272,7 +269,7 @@ class DecoderLayer(nn.Module):
         With `only`, [N] int64, which suits the last layer, the rows after attention are limited to
         these.
         """
-        rows, attend, mlp = hidden.shape[-2], self.self_attn, self.mlp
+        rows, attend = hidden.shape[-2], self.self_attn
         fuses = not self.is_plain and rotary.cos is None
         norms = fuses and attend.qkv_proj.norms(rows)
         coding = None
@@ -284,10 +281,7 @@ class DecoderLayer(nn.Module):
         adds = fuses and attend.o_proj.adds(rows)
         hidden = attend.forward(x, rotary, attention, norm, stream if adds else None, only)
         residual = None if adds else stream
-        norms, adds = fuses and mlp.norms(rows), fuses and mlp.adds(rows)
-        coding = mlp.coding(rows) if fuses and isinstance(mlp, MLP) else None
-        x, norm, stream = enter(self.post_attention_layernorm, hidden, residual, norms, coding)
-        return mlp.beside(x, stream, norm, adds)
+        return self.mlp.feed(self.post_attention_layernorm, hidden, residual, fuses)
 
     def linears(self) -> Sequence[Linear]:
         """Its projections, see `NativeBlock`."""

@@ -12,11 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels.cpu.experts import NativeExperts
+from ...kernels.linear.activation import gated_rows
 from ...kernels.linear.experts import ExpertWeights, PackedExperts, Routing
-from ...kernels.linear.linear import Norm, linear_parts
+from ...kernels.linear.linear import linear_parts
 from ...kernels.linear.linear_choice import Skinny
 from ...kernels.linear.moe import (
+    add_experts,
     expert_parts,
+    normed_scores,
     run_experts,
     run_experts_reference,
     select_experts,
@@ -25,7 +28,7 @@ from ...kernels.packed.experts import packed_expert_parts, packed_experts
 from ..errors import ModelLoadError
 from ..parallel.ranks import Cut, stacked
 from .formats.expert_stack import ExpertStack, experts_of
-from .layers import CheckpointSlot, Linear, WeightFormat, tensor_slot
+from .layers import CheckpointSlot, Linear, RMSNorm, WeightFormat, tensor_slot
 from .llama import MLP, FeedForward
 
 
@@ -148,10 +151,21 @@ class DividedExperts(nn.Module):
 
     def parts(self, x: Tensor, weights: Tensor, ids: Tensor, spare: int = 0) -> Tensor:
         """`forward`, or its parts; see `kernels.linear.moe.expert_parts`."""
-        whole = self.ranks is None and self.shared is None
-        if not whole or self.fixed:
+        if not self.is_whole or self.fixed:
             return self.forward(x, weights, ids)
         return parts_in_form(x, self.weights, weights, ids, spare)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all experts are here."""
+        return self.ranks is None and self.shared is None
+
+    def add(self, x: Tensor, residual: Tensor, weights: Tensor, ids: Tensor) -> Tensor | None:
+        """residual + forward(x), [1, H], if a kernel can add; else None."""
+        own = self.weights
+        if x.shape[0] != 1 or not self.is_whole or self.fixed or not isinstance(own, ExpertWeights):
+            return None
+        return add_experts(x, own, weights, ids, residual)
 
 
 class Experts(DividedExperts):
@@ -215,6 +229,8 @@ def _skip(weight: object) -> None:
 # The few outputs of a router fill a GPU only if many programs share the sums of each.
 _FEW_ROWS = Skinny(64, 128, 3, 4, split_k=16, block_m=16)
 _MANY_ROWS = Skinny(64, 128, 3, 4, split_k=8, block_m=64)
+_NORMED_ROWS = 16  # more rows would read the router's weights too often, see `normed_scores`
+Chosen = tuple[Tensor, Tensor]  # the weights [M, k] float32 and ids [M, k] of each row's experts
 
 
 def router_parts(hidden: Tensor, weight: Tensor, bias: Tensor | None, fixed: bool) -> Tensor:
@@ -256,9 +272,22 @@ class Router(nn.Module):
         own = torch.empty(num_experts, device=fmt.device) if correction else None
         self.register_buffer("e_score_correction_bias", own)
 
-    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """hidden: [M, H] -> (weights [M, k] fp32, ids [M, k])."""
+    def forward(self, hidden: Tensor) -> Chosen:
+        """hidden: [M, H] -> the choice of each row's experts."""
         return select_experts(self.logits(hidden), self.routing, self.e_score_correction_bias)
+
+    def norms(self, hidden: Tensor) -> bool:
+        """True if `after` can norm `hidden` [M, H] or its parts [S, M, H]: few rows on a GPU."""
+        few = hidden.shape[-2] <= _NORMED_ROWS and self.in_parts and not self.fixed
+        return few and hidden.is_contiguous()
+
+    def after(
+        self, norm: RMSNorm, hidden: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor, Chosen]:
+        """Norm the stream hidden + residual and choose experts: (normed rows, stream, choice)."""
+        args = (norm.inside, self.weight, self.bias)
+        normed, stream, scores = normed_scores(hidden, residual, *args)
+        return normed, stream, select_experts(scores, self.routing, self.e_score_correction_bias)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The scores of all experts in fp32: [M, E], or parts [S, M, E]."""
@@ -300,7 +329,33 @@ def _check_groups(routing: Routing, num_experts: int) -> None:
         )
 
 
-class SparseMLP(FeedForward):
+class RoutedMLP(FeedForward):
+    """A feed-forward layer with a router."""
+
+    @property
+    def scorer(self) -> Router:
+        """The router."""
+        raise NotImplementedError
+
+    def feed(
+        self, norm: RMSNorm, hidden: Tensor, residual: Tensor | None, fuses: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        router = self.scorer
+        if fuses and router.norms(hidden):
+            x, stream, chosen = router.after(norm, hidden, residual)
+        else:
+            x, stream = norm.add(hidden, residual)
+            chosen = router.forward(x)
+        return self.routed(x, stream, chosen, fuses)
+
+    def routed(
+        self, x: Tensor, stream: Tensor, chosen: Chosen, fuses: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """`feed` for normed rows x [M, H] whose experts are `chosen`."""
+        raise NotImplementedError
+
+
+class SparseMLP(RoutedMLP):
     """A feed-forward layer of routed experts and, if the config has one, a shared expert.
 
     The shared expert's output is multiplied by the sigmoid of a gate. Config names are those of
@@ -321,60 +376,25 @@ class SparseMLP(FeedForward):
             self.shared_expert = MLP(hidden, shared, fmt, bias=False, sums=False)
             self.shared_expert_gate = Linear(hidden, 1, fmt)
 
-    def parts(
-        self, hidden: Tensor, norm: Norm | None = None, residual: Tensor | None = None
-    ) -> Tensor:
-        """hidden: [M, H] -> [M, H], or partial sums [S, M, H], which the next norm adds up.
+    @property
+    def scorer(self) -> Router:
+        return self.gate
 
-        `norms` and `adds` say that it gets neither norm nor residual.
-        """
-        assert norm is None and residual is None
-        out = self.experts.parts(hidden, *self.gate.forward(hidden), spare=int(self.has_shared))
+    def routed(
+        self, x: Tensor, stream: Tensor, chosen: Chosen, fuses: bool
+    ) -> tuple[Tensor, Tensor | None]:
         if not self.has_shared:
-            return self.experts.sum(out)
-        gate = torch.sigmoid(self.shared_expert_gate.forward(hidden))
-        shared = self.shared_expert.forward(hidden)
+            if fuses and (total := self.experts.add(x, stream, *chosen)) is not None:
+                return total, None
+            return self.experts.sum(self.experts.parts(x, *chosen)), stream
+        out = self.experts.parts(x, *chosen, spare=1)
+        gate = self.shared_expert_gate.weight
+        if gate is not None and out.dim() == 3:
+            gated_rows(x, gate, self.shared_expert.parts(x), out[-1])
+            return out, stream
+        share = torch.sigmoid(self.shared_expert_gate.forward(x))
+        shared = self.shared_expert.forward(x)
         if out.dim() == 2:
-            return self.experts.sum(torch.addcmul(out, gate, shared))
-        torch.mul(shared, gate, out=out[-1])
-        return out
-
-
-class SharedMoE(FeedForward):
-    """A feed-forward layer of routed experts and experts that every token has (DeepSeek, GLM)."""
-
-    def __init__(
-        self,
-        config: Any,
-        routing: Routing,
-        fmt: WeightFormat,
-        correction: bool,
-        bias: bool = False,
-    ) -> None:
-        """`correction`: as in `Router`; `bias`: whether the shared experts have biases."""
-        super().__init__()
-        hidden, count = config.hidden_size, config.n_routed_experts
-        size = config.moe_intermediate_size
-        self.gate = Router(hidden, count, routing, fmt, correction=correction)
-        self.experts = Experts(count, hidden, size, fmt)
-        self.experts.expert_share = routing.top_k / count
-        shared = config.n_shared_experts or 0
-        self.shared_experts = MLP(hidden, size * shared, fmt, bias, sums=False) if shared else None
-
-    def beside(
-        self, hidden: Tensor, stream: Tensor, norm: Norm | None = None, adds: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """As the base class. The first tensor is the routed experts' output, and the second is the
-        stream with that of the shared experts. With several ranks, which have a part of every
-        expert, the first has both outputs.
-        """
-        assert norm is None and not adds
-        out = self.experts.parts(hidden, *self.gate.forward(hidden))
-        shared = self.shared_experts
-        if shared is None:
-            return self.experts.sum(out), stream
-        if self.experts.ranks is not None:
-            return self.experts.sum(out + shared.forward(hidden)), stream
-        if shared.is_plain:
-            return out, stream + shared.forward(hidden)
-        return out, shared.parts(hidden, None, stream)
+            return self.experts.sum(torch.addcmul(out, share, shared)), stream
+        torch.mul(shared, share, out=out[-1])
+        return out, stream

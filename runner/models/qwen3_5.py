@@ -294,7 +294,7 @@ class DecoderLayer(nn.Module):
         attention: AttentionState,
     ) -> tuple[Tensor, Tensor | None]:
         """hidden, residual: [M, H]; the stream is their sum (see `write_stream`)."""
-        rows, mlp = hidden.shape[-2], self.mlp
+        rows = hidden.shape[-2]
         fuses = not self.is_plain and rotary.cos is None
         x, norm, stream = enter(
             self.input_layernorm, hidden, residual, fuses and self._input.norms(rows)
@@ -307,9 +307,7 @@ class DecoderLayer(nn.Module):
             assert self.self_attn is not None
             hidden = self.self_attn.forward(x, rotary, attention, norm, own)
         residual = None if adds else stream
-        norms, adds = fuses and mlp.norms(rows), fuses and mlp.adds(rows)
-        x, norm, stream = enter(self.post_attention_layernorm, hidden, residual, norms)
-        return mlp.parts(x, norm, stream if adds else None), None if adds else stream
+        return self.mlp.feed(self.post_attention_layernorm, hidden, residual, fuses)
 
     @property
     def _input(self) -> Linear:

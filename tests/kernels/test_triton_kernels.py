@@ -134,6 +134,18 @@ def test_rotary_store_kv(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("parts", [0, 3])
+def test_rows_times_the_sigmoid_of_a_product(parts: int) -> None:
+    from slipstream.kernels.linear.triton import activation as kernels
+
+    x, gate = torch.randn(3, 60).half()[:, 5:45], torch.randn(1, 40).half()
+    rows = torch.randn(parts, 3, 24) if parts else torch.randn(3, 24).half()
+    got, expected = torch.empty(2, 3, 24)
+    kernels.gated_rows(x, gate, rows, got)
+    activation.gated_rows_reference(x, gate, rows, expected)
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("parts", [0, 3])
 def test_sigmoid_gate(parts: int) -> None:
     """Of every second head of a wider row, whole or in parts."""
     from slipstream.kernels.linear.triton import activation as kernels

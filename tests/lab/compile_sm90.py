@@ -111,6 +111,9 @@ def layers() -> None:
     module("store_kv").store_kv(t(4, 1, 576), None, packed, positions, FP8_LATENT)
     module("activation").silu_and_mul(t(4, 28672))
     module("activation").gelu_tanh_and_mul(t(4, 28672))
+    module("activation").gated_rows(
+        t(4, 2048), t(1, 2048), t(4, 2048), t(4, 2048, dtype=torch.float32)
+    )
     module("activation").sigmoid_gate(t(4, 24, 256), t(4, 56, 256)[:, 1:48:2])
 
 
@@ -256,9 +259,16 @@ def experts() -> None:
                     listed = t(rows, dtype=I32), t(512, 8, dtype=I64)
                     rule = Routing(8, "sqrtsoftplus", renormalise=True)
                     module("route").select_experts(logits, rule, None, listed)
+            if rows <= 16:
+                x, weight = t(rows, hidden), t(num_experts, hidden)
+                norm, parts_of_x = (t(hidden), 1e-6), t(2, rows, hidden, dtype=torch.float32)
+                module("normed_scores").normed_scores(x, None, norm, weight, None)
+                module("normed_scores").normed_scores(parts_of_x, x, norm, weight, t(num_experts))
             own = num_experts // 2
             module("route").own_experts(ids, own, own, t(2, dtype=I32), t(1 + own, dtype=I64))
             module("moe").run_experts(t(rows, hidden), of, weights, ids)
+            if rows == 1:
+                module("moe").add_experts(t(1, hidden), of, weights, ids, t(1, hidden))
             if top_k == 4:
                 module("packed_experts").expert_parts(t(rows, hidden), packed(of), weights, ids)
 

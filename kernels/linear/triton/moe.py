@@ -125,6 +125,14 @@ def run_experts(
     return whole(expert_parts(x, experts, weights, ids, absent=absent), x)
 
 
+def add_experts(
+    x: Tensor, experts: ExpertWeights, weights: Tensor, ids: Tensor, residual: Tensor
+) -> Tensor:
+    """See `kernels.linear.moe.add_experts`."""
+    assert x.shape == residual.shape and residual.stride(1) == 1
+    return run_one_row(x.contiguous(), experts, weights.contiguous(), ids.contiguous(), residual)
+
+
 def run_experts_fixed(x: Tensor, experts: ExpertWeights, weights: Tensor, ids: Tensor) -> Tensor:
     """`run_experts` with the same rounding for every number of rows.
 

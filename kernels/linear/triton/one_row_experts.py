@@ -94,6 +94,7 @@ def _down_kernel(
     pair_weights,  # [TOP_K] float32
     weight,  # [E, N, K]
     bias,  # [E, N]
+    residual,  # [N]
     out,  # [N]
     N,
     K: tl.constexpr,
@@ -101,6 +102,7 @@ def _down_kernel(
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BIAS: tl.constexpr,
+    ADD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The second product of one row, summed over its experts: a program per tile of N."""
@@ -123,6 +125,8 @@ def _down_kernel(
             own = tl.load(bias + expert * N + n, mask=inside, other=0.0)
             biases += own.to(tl.float32) * share
     total = tl.sum(acc, 1) + biases
+    if ADD:
+        total += tl.load(residual + n, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + n, total.to(out.dtype.element_ty), mask=inside)
 
 
@@ -135,8 +139,14 @@ def activation_options(experts: ExpertWeights | PackedExperts) -> dict[str, floa
     }
 
 
-def run_one_row(x: Tensor, experts: ExpertWeights, weights: Tensor, ids: Tensor) -> Tensor:
-    """See `kernels.linear.moe.run_experts`, for x [1, H]."""
+def run_one_row(
+    x: Tensor,
+    experts: ExpertWeights,
+    weights: Tensor,
+    ids: Tensor,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """See `kernels.linear.moe.run_experts`, for x [1, H]; adds `residual` if given."""
     hidden, top_k, inner_size = x.shape[1], ids.shape[1], experts.down.shape[2]
     inner = torch.empty(top_k, inner_size, dtype=x.dtype, device=x.device)
     out = torch.empty_like(x)
@@ -149,9 +159,10 @@ def run_one_row(x: Tensor, experts: ExpertWeights, weights: Tensor, ids: Tensor)
     )  # fmt: skip
     bias = experts.down_bias
     _down_kernel[(triton.cdiv(hidden, _ROWS),)](
-        inner, ids, weights, experts.down, x if bias is None else bias, out, hidden,
+        inner, ids, weights, experts.down, x if bias is None else bias,
+        x if residual is None else residual, out, hidden,
         K=inner_size, TOP_K=top_k, ROWS=_ROWS, BLOCK_K=_block_k(inner_size),
-        BIAS=bias is not None, num_warps=4, **options,
+        BIAS=bias is not None, ADD=residual is not None, num_warps=4, **options,
     )  # fmt: skip
     return out
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from ....kernels.linear.experts import Routing
 from ..base import is_after_layers
+from ..deepseek import SharedMoE
 from ..layers import WeightFormat
 from ..llama import DecoderLayer, FeedForward, LlamaModel
-from ..moe import SharedMoE
 
 
 def _routing(config: Any) -> Routing:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from ....kernels.cpu.experts import NativeExperts
 from ....kernels.linear.experts import ExpertWeights, PackedExperts, Routing
-from ....kernels.linear.linear import Norm
 from ....kernels.quant.packed import PackedWeight
 from ....kernels.quant.part import columns_of
 from ...errors import ModelLoadError
@@ -27,7 +26,7 @@ from ...parallel.ranks import Cut
 from ..formats.expert_stack import ExpertStack, experts_of
 from ..layers import CheckpointSlot, WeightFormat, tensor_slot
 from ..llama import Attention, DecoderLayer, FeedForward, LlamaModel
-from ..moe import DividedExperts, Router
+from ..moe import Chosen, DividedExperts, RoutedMLP, Router
 from ..sharded import split_tensor
 
 _GROUP = 32  # numbers that share a scale
@@ -215,7 +214,7 @@ class _BlocksAndScales:
             self._fill(own[0], factors[0], expert)
 
 
-class GptOssMLP(FeedForward):
+class GptOssMLP(RoutedMLP):
     """A router and its experts."""
 
     def __init__(self, config: Any, fmt: WeightFormat) -> None:
@@ -226,15 +225,16 @@ class GptOssMLP(FeedForward):
         self.router = Router(hidden, count, routing, fmt, bias=True)
         self.experts = GptOssExperts(config, fmt)
 
-    def parts(
-        self, hidden: Tensor, norm: Norm | None = None, residual: Tensor | None = None
-    ) -> Tensor:
-        """hidden: [M, H] -> [M, H], or partial sums [S, M, H], which the next norm adds up.
+    @property
+    def scorer(self) -> Router:
+        return self.router
 
-        `norms` and `adds` say that it gets neither norm nor residual.
-        """
-        assert norm is None and residual is None
-        return self.experts.sum(self.experts.parts(hidden, *self.router.forward(hidden)))
+    def routed(
+        self, x: Tensor, stream: Tensor, chosen: Chosen, fuses: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        if fuses and (total := self.experts.add(x, stream, *chosen)) is not None:
+            return total, None
+        return self.experts.sum(self.experts.parts(x, *chosen)), stream
 
 
 class GptOssLayer(DecoderLayer):

@@ -248,3 +248,41 @@ def test_own_experts(engines: int, rows: int, top_k: int) -> None:
     )
     last = here.view(engines, rows, top_k)[-1]
     assert bool((last == -1).all())  # an idle engine's dummy rows read no weights
+
+
+@pytest.mark.parametrize(
+    ("rows", "parts", "bias", "wide_gain"),
+    [(1, None, False, True), (3, 0, True, False), (2, 3, False, False)],
+)
+def test_a_norm_and_the_router_behind_it(
+    rows: int, parts: int | None, bias: bool, wide_gain: bool
+) -> None:
+    """A row that is the stream; rows to add to the stream, whole or in parts."""
+    from slipstream.kernels.linear.triton.normed_scores import normed_scores
+
+    x, residual = torch.randn(rows, 72).half(), None
+    if parts is not None:
+        residual = torch.randn(rows, 99).half()[:, 9:81]
+        x = torch.randn(parts, rows, 72) if parts else x
+    gain = torch.rand(72) + 0.5
+    norm = (gain if wide_gain else gain.half(), 1e-5)
+    weight = torch.randn(70, 72).half()
+    offset = torch.randn(70).half() if bias else None
+    got = normed_scores(x, residual, norm, weight, offset)
+    expected = moe.normed_scores_reference(x, residual, norm, weight, offset)
+    assert got[2].dtype is torch.float32
+    for one, other in zip(got, expected, strict=True):
+        assert one.shape == other.shape
+        torch.testing.assert_close(one, other, atol=2e-2, rtol=2e-3)
+
+
+@pytest.mark.parametrize("activation", ["silu", "clamped_swiglu"])
+def test_experts_of_one_row_are_added_to_the_stream(activation: str) -> None:
+    from slipstream.kernels.linear.triton.moe import add_experts
+
+    x, residual = torch.randn(2, 1, 72)
+    experts = random_experts(8, 72, 40, activation, torch.float32)
+    weights, ids = random_choice(1, 8, 3)
+    expected = moe.add_experts_reference(x, experts, weights, ids.long(), residual)
+    got = add_experts(x, experts, weights, ids, residual)
+    torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5)

@@ -41,6 +41,10 @@ EXPERTS = dict(
     norm_topk_prob=True,
     shared_expert_intermediate_size=48,
 )
+DELTA = EXPERTS | dict(
+    linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=8,
+    linear_value_head_dim=16, layer_types=["linear_attention", "full_attention"],
+)  # fmt: skip
 STEEP = dict(  # the scale of queries changes every two positions
     rope_parameters={
         "rope_type": "yarn", "rope_theta": 1e4, "factor": 32.0, "llama_4_scaling_beta": 0.5,
@@ -69,7 +73,9 @@ class Chooser(LinearChooser):
 
 def make_model(kind: str, dtype: torch.dtype, chooser: LinearChooser | None) -> Any:
     config_class = getattr(transformers, f"{kind}Config")
-    more: dict[str, Any] = {"Qwen2Moe": EXPERTS, "Ministral3": STEEP}.get(kind, {})
+    more: dict[str, Any] = {
+        "Qwen2Moe": EXPERTS, "Qwen3Moe": EXPERTS, "Qwen3_5MoeText": DELTA, "Ministral3": STEEP
+    }.get(kind, {})  # fmt: skip
     config = config_class(**SIZES, **more, head_dim=16, tie_word_embeddings=kind == "Llama")
     model = build_model(config, CPU, dtype, linear=chooser)
     generator = torch.Generator().manual_seed(3)
@@ -94,8 +100,11 @@ def run(model: Any, backend: AttentionBackend, steps: Any = ROWS) -> list[Tensor
 @pytest.mark.parametrize(
     ("kind", "fuses"),
     some(
-        [("Qwen2", False), ("Qwen3", True), ("Qwen2Moe", True), ("Ministral3", True)],
-        kept=[("Qwen2", False), ("Qwen3", True)],
+        [
+            *[("Qwen2", False), ("Qwen3", True), ("Qwen2Moe", True), ("Qwen3Moe", True)],
+            *[("Qwen3_5MoeText", True), ("Ministral3", True)],
+        ],
+        kept=[("Qwen2", False), ("Qwen3", True), ("Qwen3Moe", True)],
     ),
 )
 def test_few_rows_equal_the_plain_path(
