@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...kernels.linear.streams import norm_pair
 from ..attention.base import AttentionLayer, AttentionState
 from ..errors import ModelLoadError
+from ..models.base import embedded
 from ..models.deepseek import DecoderLayer as DeepseekLayer
 from ..models.deepseek import make_rotary
 from ..models.families.deepseek_v32 import SparseLayer, SparseRotary
@@ -84,10 +86,12 @@ class MtpModule(TargetHead, nn.Module):
         self, input_ids: Tensor, positions: Tensor, hidden: Tensor, attention: AttentionState
     ) -> Tensor | tuple[Tensor, Tensor]:
         """input_ids, positions [M], hidden [M, H] -> normalised [M, H], or (normalised, raw)."""
-        parts = [self.enorm.forward(self.target[0].embed(input_ids)), self.hnorm.forward(hidden)]
+        table, ids = embedded(self.target[0], input_ids)
+        weights = self.enorm.weight, self.hnorm.weight
+        both = norm_pair(table, hidden, weights, self.enorm.eps, ids)
         if self.hidden_first:
-            parts.reverse()
-        out = self.eh_proj.forward(torch.cat(parts, dim=-1))
+            both = torch.cat(both.chunk(2, dim=-1)[::-1], dim=-1)
+        out = self.eh_proj.forward(both)
         out, residual = super().forward(out, None, self.rotary.at(positions), attention)
         normed, raw = self.shared_head.norm.add(out, residual)
         return normed if self.post_norm else (normed, raw)

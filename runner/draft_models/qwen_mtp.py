@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from ...kernels.linear.streams import norm_pair
 from ..attention.base import AttentionLayer, AttentionState
 from ..errors import ModelLoadError
+from ..models.base import embedded
 from ..models.layers import CheckpointSlot, RMSNorm, WeightFormat, module_slots
 from ..models.qwen3_5 import FULL, DecoderLayer, make_rotary
 from ..models.sharded import input_linear
@@ -85,8 +86,9 @@ class QwenMtpHead(TargetHead, nn.Module):
         self, input_ids: Tensor, positions: Tensor, hidden: Tensor, attention: AttentionState
     ) -> Tensor | tuple[Tensor, Tensor]:
         """input_ids, positions [M], hidden [M, H] -> normalised [M, H], or (normalised, raw)."""
-        embedded = self.pre_fc_norm_embedding.forward(self.target[0].embed(input_ids))
-        x = torch.cat((embedded, self.pre_fc_norm_hidden.forward(hidden)), dim=-1)
+        table, ids = embedded(self.target[0], input_ids)
+        weights = self.pre_fc_norm_embedding.weight, self.pre_fc_norm_hidden.weight
+        x = norm_pair(table, hidden, weights, self.pre_fc_norm_hidden.eps, ids)
         out, residual = self.layers[0].forward(
             self.fc.forward(x), None, self.rotary.at(positions), attention
         )

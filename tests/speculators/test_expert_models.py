@@ -103,7 +103,20 @@ def test_greedy_text_with_drafts_equals_off(
     family: str, method: str, folders: dict[str, Path]
 ) -> None:
     """Also of requests that are preempted, hit the prefix cache or run beside cancelled ones."""
-    firsts = [[token % VOCAB for token in ids] for ids in prompts(5, seed=3, longest=24)]
+    _compare(family, method, folders, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_text_of_200_prompts_with_drafts_equals_off(
+    family: str, folders: dict[str, Path]
+) -> None:
+    _compare(family, "eagle3", folders, 100)
+
+
+def _compare(family: str, method: str, folders: dict[str, Path], count: int) -> None:
+    """Compare the texts of twice as many prompts, of which each second continues the first."""
+    firsts = [[token % VOCAB for token in ids] for ids in prompts(count, seed=3, longest=24)]
     asked = [ids for first in firsts for ids in (first, [*first, 5, 6, 7])]
     num_blocks = NUM_BLOCKS[family]
 

@@ -126,7 +126,7 @@ def _gate_heads(
     do_not_specialize=["rows_stride", "num_slots", "num_rows", "log_programs"],
     do_not_specialize_on_alignment=["query_start_loc"],
 )
-def _finish_kernel(
+def _finish_rows_kernel(
     x,  # [M*, channels]
     history,
     snapshot_tails,
@@ -190,7 +190,7 @@ def finish_rows(
         gated = torch.empty_like(out)
         assert gate.values.stride(1) == 1
     if log_programs + gate_programs:
-        _finish_kernel[(log_programs + gate_programs,)](
+        _finish_rows_kernel[(log_programs + gate_programs,)](
             x,
             state.history,
             state.snapshot_tails,
