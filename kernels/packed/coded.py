@@ -3,8 +3,10 @@
 A coded row is a line of bytes: its e4m3 codes, in the order of the bytes of packed words and padded
 with zeros to whole spans of 128, then float32 scales. It has one scale, or one for each 128
 columns. A scale maps the largest magnitude of its columns to 448. So a row's codes depend on that
-row alone. The functions here run the Triton kernels; the plain versions are for tests and devices
-without them.
+row alone. For products by torch, the codes of all rows come first (`Coding.planar`).
+
+The functions here run the Triton kernels; the plain versions are for tests and devices without
+them.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..device import use_triton
+from ..linear.linear import GATED
 from ..linear.norm_rope import fused_add_rms_norm_reference, rms_norm_reference
 from ..quant.e4m3 import E4M3, LARGEST
 from .coding import SPAN
@@ -35,6 +38,19 @@ def code_rows(x: Tensor, coding: Coding) -> Tensor:
         coded: Tensor = code_rows_triton(x, coding)
         return coded
     return code_rows_reference(x, coding)
+
+
+def gate_and_code(x: Tensor, activation: str, coding: Coding) -> Tensor:
+    """Compute act(gate) * up of x [M, 2 K], gate first, as coded rows [M, row bytes] uint8.
+
+    activation: "silu" or "gelu_tanh".
+    """
+    if use_triton(x):
+        from .triton.coded_rows import code_rows as code_rows_triton
+
+        coded: Tensor = code_rows_triton(x, coding, activation)
+        return coded
+    return code_rows_reference(GATED[activation](x), coding)
 
 
 def norm_and_code(
@@ -66,6 +82,9 @@ def code_rows_reference(x: Tensor, coding: Coding) -> Tensor:
     scales = largest / LARGEST
     codes = (spans * (1 / scales)[:, :, None, None]).clamp(-LARGEST, LARGEST).to(E4M3)
     ordered = codes.view(torch.uint8).transpose(2, 3).reshape(rows, coding.num_codes)
+    if coding.planar:
+        flat = torch.cat((ordered.flatten(), scales.view(torch.uint8).flatten()))
+        return flat.view(rows, coding.row_bytes)
     tail = torch.zeros(rows, (coding.row_bytes - coding.num_codes) // 4, device=x.device)
     tail[:, : scales.shape[1]] = scales
     return torch.cat((ordered, tail.view(torch.uint8)), 1)
@@ -74,8 +93,21 @@ def code_rows_reference(x: Tensor, coding: Coding) -> Tensor:
 def decode_rows(coded: Tensor, coding: Coding) -> Tensor:
     """The numbers [M, K] float32 that coded rows [M, row bytes] stand for."""
     rows, count = coded.shape[0], coding.num_codes
-    codes = coded[:, :count].reshape(rows, coding.spans, SPAN // 2, 2).transpose(2, 3)
-    tail = coded[:, count:].contiguous().view(torch.float32)
-    scales = tail[:, : coding.spans if coding.by_group else 1]
-    numbers = codes.contiguous().view(E4M3).float() * scales[:, :, None, None]
+    if coding.planar:
+        plain, scales = planes(coded, coding)
+    else:
+        plain = coded[:, :count].view(E4M3)
+        tail = coded[:, count:].contiguous().view(torch.float32)
+        scales = tail[:, : coding.spans if coding.by_group else 1]
+    codes = plain.float().reshape(rows, coding.spans, SPAN // 2, 2).transpose(2, 3)
+    numbers = codes * scales[:, :, None, None]
     return numbers.reshape(rows, count)[:, : coding.columns]
+
+
+def planes(coded: Tensor, coding: Coding) -> tuple[Tensor, Tensor]:
+    """The codes [M, bytes of codes] e4m3 and scales [M, 1] float32 of planar coded rows."""
+    assert coding.planar
+    rows, end = coded.shape[0], coded.shape[0] * coding.num_codes
+    flat = coded.view(-1)
+    codes = flat[:end].view(E4M3).view(rows, coding.num_codes)
+    return codes, flat[end:].view(torch.float32).view(rows, 1)

@@ -13,6 +13,12 @@ class Coding:
 
     columns: int  # K
     by_group: bool  # a scale for each 128 columns, else one for the row
+    # The codes of all rows, then their scales, as torch wants them; without groups. The rows of the
+    # tensor are not those of the input then, only as many.
+    planar: bool = False
+
+    def __post_init__(self) -> None:
+        assert not (self.planar and self.by_group)
 
     @property
     def spans(self) -> int:
@@ -25,6 +31,19 @@ class Coding:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row, a multiple of 16."""
+        """Bytes of a row; a multiple of 16, unless it is planar."""
+        if self.planar:
+            return self.num_codes + 4
         scales = self.spans if self.by_group else 1
         return self.num_codes + -(-4 * scales // 16) * 16
+
+    @property
+    def code_stride(self) -> int:
+        """Bytes from the codes of a row to those of the next."""
+        return self.num_codes if self.planar else self.row_bytes
+
+    def scales_at(self, num_rows: int) -> tuple[int, int]:
+        """Where the first row's scales are, and the next row's after them, in float32."""
+        if self.planar:
+            return num_rows * self.num_codes // 4, 1
+        return self.num_codes // 4, self.row_bytes // 4

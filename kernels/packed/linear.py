@@ -19,7 +19,7 @@ from ..linear.linear_choice import Gemv, Skinny
 from ..linear.norm_rope import rms_norm
 from ..quant.tiled import TiledWeight, Weight
 from .choice import choose_packed as choose_packed
-from .coded import Coding, is_coded
+from .coded import Coding, gate_and_code, is_coded, planes
 from .coded_linear import coded_linear
 from .kinds import GATE_UP, PARTS, PLAIN, Codes, Direct, PackedChoice, Quantised, Row
 
@@ -41,7 +41,7 @@ def packed_linear(
     if choice is None or not isinstance(weight, TiledWeight) or not _has_kernels(x):
         return _wide_linear(x, weight, bias, norm, residual)
     if isinstance(choice, Quantised):
-        return _quantised_linear(x, weight, bias, norm, residual)
+        return _quantised_linear(x, weight, bias, norm, residual, dtype)
     if isinstance(choice, Codes):
         return coded_linear(x, weight, choice, dtype, PLAIN, bias, norm, residual)
     x, norm = _prepared(x, weight, norm, choice)
@@ -76,7 +76,12 @@ def _wide_linear(
 
 
 def _quantised_linear(
-    x: Tensor, weight: TiledWeight, bias: Tensor | None, norm: Norm | None, residual: Tensor | None
+    x: Tensor,
+    weight: TiledWeight,
+    bias: Tensor | None,
+    norm: Norm | None,
+    residual: Tensor | None,
+    out_dtype: torch.dtype | None,
 ) -> Tensor:
     """The product with activations quantised row by row, which torch computes from codes."""
     from .triton.packed_tokens import quantise_blocks, quantise_rows, rescale
@@ -84,7 +89,10 @@ def _quantised_linear(
     dtype = torch.float8_e4m3fn if weight.kind == "fp8" else torch.int8
     codes = weight.words.view(dtype)  # [N, columns padded to whole spans]
     scales = weight.scales
-    if weight.row_group > 1:
+    if is_coded(x):
+        assert out_dtype is not None and norm is None
+        x_codes, x_scales = planes(x, Coding(weight.columns, False, planar=True))
+    elif weight.row_group > 1:
         x_codes, x_scales = quantise_blocks(_normed(x, norm), codes.shape[1])
     else:
         x_codes, x_scales = quantise_rows(_normed(x, norm), codes.shape[1], dtype)
@@ -98,7 +106,7 @@ def _quantised_linear(
         scale_b=_aligned(scales) if weight.row_group > 1 else scales.float(),
         out_dtype=torch.bfloat16,  # the only one that it knows with a scale for each row
         use_fast_accum=weight.row_group == 1,
-    ).to(x.dtype)
+    ).to(out_dtype if is_coded(x) else x.dtype)
     out = out if bias is None else out.add_(bias)
     return out if residual is None else out.add_(residual)
 
@@ -151,7 +159,10 @@ def packed_gated_linear(
     if choice is None or not isinstance(weight, TiledWeight) or not _has_kernels(x):
         return GATED[activation](_wide_linear(x, weight, bias, norm, None))
     if isinstance(choice, Quantised):
-        return GATED[activation](_quantised_linear(x, weight, bias, norm, None))
+        both = _quantised_linear(x, weight, bias, norm, None, dtype)
+        if coding is not None and coding.planar:
+            return gate_and_code(both, activation, coding)
+        return GATED[activation](both)
     if isinstance(choice, Codes):
         return coded_linear(x, weight, choice, dtype, GATE_UP, bias, norm, None, activation, coding)
     x, norm = _prepared(x, weight, norm, choice)

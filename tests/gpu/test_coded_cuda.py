@@ -21,7 +21,7 @@ from slipstream.kernels.packed.coded import (
 )
 from slipstream.kernels.packed.coded_choice import choose_coded
 from slipstream.kernels.packed.coded_linear import coding_of
-from slipstream.kernels.packed.kinds import Codes
+from slipstream.kernels.packed.kinds import Codes, Quantised
 from slipstream.kernels.packed.linear import (
     packed_gated_linear,
     packed_linear,
@@ -112,6 +112,23 @@ def test_products_are_those_of_the_codes(name: str, size: int, rows: int) -> Non
                 out = packed_gated_linear(coded, weight, None, "silu", choice, None, BF16, wants)
                 end = wants.num_codes + 4 * wants.spans
                 assert torch.equal(out[:, :end], code_rows_reference(got, wants)[:, :end])
+
+
+@pytest.mark.parametrize("rows", [300, 1000])
+def test_torch_multiplies_codes_that_norms_and_gates_have_written(rows: int) -> None:
+    first, wide = made("fp8 rows", 2048, 1352)
+    second, exact = made("fp8 rows", 640, 1024)
+    up, down = (choose_packed(w, role, rows) for w, role in ((first, "gate_up"), (second, "down")))
+    assert isinstance(up, Quantised) and isinstance(down, Quantised)
+    x, gain = torch.randn(rows, 1352, device="cuda").bfloat16(), torch.ones(1352, device="cuda")
+    coding, after = Coding(1352, False, planar=True), Coding(1024, False, planar=True)
+    coded, _ = norm_and_code(torch.zeros_like(x), x, gain.bfloat16(), 1e-5, coding)
+    assert torch.equal(code_rows(x, coding), code_rows_reference(x, coding))
+    gate, other = (decode_rows(coded, coding).double() @ wide.T).chunk(2, -1)
+    act = packed_gated_linear(coded, first, None, "silu", up, None, BF16, after)
+    close(decode_rows(act, after), torch.nn.functional.silu(gate) * other, 0.05)
+    got = packed_linear(act, second, None, down, dtype=BF16)
+    close(got, decode_rows(act, after).double() @ exact.T, 8e-3)
 
 
 @pytest.mark.parametrize("name", ["fp8 rows", "fp8 blocks"])

@@ -86,11 +86,10 @@ def _added(
 def _store_coded(
     y,  # [128, BLOCK_M], the columns of a span
     out,  # [M, row bytes] e4m3
-    scales,  # the same memory, as float32
+    scales,  # the same memory, as float32, from the first row's scales on
     span,
     m,
     num_rows,
-    num_spans,
     row_bytes,
     BLOCK_M: tl.constexpr,
     HARDWARE: tl.constexpr,
@@ -99,7 +98,7 @@ def _store_coded(
     inside = m < num_rows
     scale = tl.div_rn(tl.maximum(tl.max(tl.abs(y), 0), 1e-12), 448.0)
     row = m.to(tl.int64) * row_bytes
-    tl.store(scales + row // 4 + num_spans * 32 + span, scale, mask=inside)
+    tl.store(scales + row // 4 + span, scale, mask=inside)
     inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
     codes = codes_of(y, inverse[None, :], HARDWARE)
     codes = tl.permute(tl.reshape(codes, [2, 64, BLOCK_M]), (2, 1, 0))
@@ -118,7 +117,7 @@ def _coded_kernel(
     bias,  # [N] or [2 N]
     residual,  # [M, N]
     out,  # [M, N], or [split_k, M, N] float32, or coded rows
-    out_scales,  # `out` as float32, if it is coded rows
+    out_scales,  # `out` as float32 from the first row's scales on, if it is coded rows
     num_rows,  # M
     num_outputs,  # N
     num_codes,  # W, K in whole spans
@@ -227,8 +226,7 @@ def _coded_kernel(
         acc = gated(acc, acc_up, ACTIVATION)
     if CODED:  # rounded first, as if it were numbers that are coded later
         y = tl.where(is_n[:, None], acc, 0.0).to(DTYPE).to(tl.float32)
-        spans = tl.cdiv(num_outputs, 128)
-        _store_coded(y, out, out_scales, block, m, num_rows, spans, out_bytes, BLOCK_M, HARDWARE)
+        _store_coded(y, out, out_scales, block, m, num_rows, out_bytes, BLOCK_M, HARDWARE)
     elif MODE == 1:
         tl.store(out + (part * num_rows + m)[None, :] * num_outputs + n[:, None], acc, mask=inside)
     else:

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...launch import hash_functions, pdl_options, wait_for_inputs
+from ...linear.triton.gemv import gated
 from ...linear.triton.rotation import load_parts
 from ...quant.triton.e4m3 import to_e4m3
 from ..coding import SPAN, Coding
@@ -32,20 +33,21 @@ def codes_of(value, inverse, HARDWARE: tl.constexpr):
 
 @triton.jit
 def _store_codes(
-    out,  # [M, row bytes] e4m3
-    scales,  # the same memory, as float32
+    out,  # [M, code_stride] e4m3
+    scales,  # [M, scale_stride] float32
     a,  # [SPANS, 64], the first halves of spans, in float32
     b,
     row,
     span,  # [SPANS]
     num_spans,
-    row_bytes,
+    code_stride,
+    scale_stride,
     BY_GROUP: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
     inside = span < num_spans
     largest = tl.maximum(tl.max(tl.abs(a), 1), tl.max(tl.abs(b), 1))  # [SPANS]
-    tail = scales + row * (row_bytes // 4) + num_spans * 32
+    tail = scales + row * scale_stride
     if BY_GROUP:
         scale = tl.div_rn(tl.maximum(largest, 1e-12), 448.0)
         inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)[:, None]
@@ -56,32 +58,41 @@ def _store_codes(
         tl.store(tail, scale)
     codes = tl.join(codes_of(a, inverse, HARDWARE), codes_of(b, inverse, HARDWARE))
     codes = tl.reshape(codes, [a.shape[0], 128])
-    at = row * row_bytes + span[:, None] * 128 + tl.arange(0, 128)[None, :]
+    at = row * code_stride + span[:, None] * 128 + tl.arange(0, 128)[None, :]
     tl.store(out + at, codes, mask=inside[:, None])
 
 
 @triton.jit
 def _code_rows_kernel(
-    x,  # [M, K]
-    out,  # [M, row bytes] e4m3
-    scales,  # the same memory, as float32
+    x,  # [M, K]; GATED: [M, 2 K]
+    out,  # [M, code_stride] e4m3
+    scales,  # [M, scale_stride] float32
     num_inputs,  # K
-    row_bytes,
+    code_stride,
+    scale_stride,
     SPANS: tl.constexpr,  # of a program; without BY_GROUP all of a row
     BY_GROUP: tl.constexpr,
+    GATED: tl.constexpr,  # what is coded is act(gate) * up of the two halves
+    ACTIVATION: tl.constexpr,
     HARDWARE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     span = tl.program_id(1) * SPANS + tl.arange(0, SPANS)
     column = span[:, None] * 128 + tl.arange(0, 64)[None, :]
-    source = x + row * num_inputs + column
+    source = x + row * num_inputs * (2 if GATED else 1) + column
+    first, second = column < num_inputs, column + 64 < num_inputs
     wait_for_inputs(PDL)
-    a = tl.load(source, mask=column < num_inputs, other=0.0).to(tl.float32)
-    b = tl.load(source + 64, mask=column + 64 < num_inputs, other=0.0).to(tl.float32)
-    _store_codes(
-        out, scales, a, b, row, span, tl.cdiv(num_inputs, 128), row_bytes, BY_GROUP, HARDWARE
-    )
+    a = tl.load(source, mask=first, other=0.0).to(tl.float32)
+    b = tl.load(source + 64, mask=second, other=0.0).to(tl.float32)
+    if GATED:
+        dtype: tl.constexpr = x.dtype.element_ty
+        up = tl.load(source + num_inputs, mask=first, other=0.0).to(tl.float32)
+        a = gated(a, up, ACTIVATION).to(dtype).to(tl.float32)
+        up = tl.load(source + num_inputs + 64, mask=second, other=0.0).to(tl.float32)
+        b = gated(b, up, ACTIVATION).to(dtype).to(tl.float32)
+    spans = tl.cdiv(num_inputs, 128)
+    _store_codes(out, scales, a, b, row, span, spans, code_stride, scale_stride, BY_GROUP, HARDWARE)
 
 
 @triton.jit
@@ -111,12 +122,13 @@ def _norm_and_code_kernel(
     x,  # [M, H]; PARTS: [PARTS, M, H] float32
     residual,  # [M, H]
     weight,  # [H]
-    out,  # [M, row bytes] e4m3
-    scales,  # the same memory, as float32
+    out,  # [M, code_stride] e4m3
+    scales,  # [M, scale_stride] float32
     stream,  # [M, H]
     residual_stride,
     num_rows,  # M
-    row_bytes,
+    code_stride,
+    scale_stride,
     eps,
     SIZE: tl.constexpr,  # H
     SPANS: tl.constexpr,
@@ -139,18 +151,23 @@ def _norm_and_code_kernel(
     b = _stream(x, residual, stream, at + 64, of + 64, second, size, ADD, PARTS)
     scale = tl.rsqrt(tl.sum(tl.sum(a * a + b * b, 1), 0) / SIZE + eps)
     a, b = _normed(a, scale, gain_a, dtype), _normed(b, scale, gain_b, dtype)
-    _store_codes(out, scales, a, b, row, span, tl.cdiv(SIZE, 128), row_bytes, BY_GROUP, HARDWARE)
+    _store_codes(
+        *(out, scales, a, b, row, span, tl.cdiv(SIZE, 128), code_stride, scale_stride),
+        *(BY_GROUP, HARDWARE),
+    )
 
 
 def empty_rows(x: Tensor, rows: int, coding: Coding) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for coded rows on the device of x: as bytes, as codes, as scales."""
+    """Memory for coded rows on the device of x: as bytes, as codes, as scales, the last two flat
+    from the first row's on."""
     coded = torch.empty(rows, coding.row_bytes, dtype=torch.uint8, device=x.device)
-    return coded, coded.view(torch.float8_e4m3fn), coded.view(torch.float32)
+    flat, (first, _) = coded.view(-1), coding.scales_at(rows)
+    return coded, flat.view(torch.float8_e4m3fn), flat.view(torch.float32)[first:]
 
 
-def code_rows(x: Tensor, coding: Coding) -> Tensor:
-    """See `packed.coded.code_rows`."""
-    assert x.is_contiguous() and x.shape[1] == coding.columns
+def code_rows(x: Tensor, coding: Coding, activation: str | None = None) -> Tensor:
+    """See `packed.coded.code_rows`, and with an activation `packed.coded.gate_and_code`."""
+    assert x.is_contiguous() and x.shape[1] == coding.columns * (1 if activation is None else 2)
     coded, codes, scales = empty_rows(x, x.shape[0], coding)
     spans = 8 if coding.by_group else triton.next_power_of_2(coding.spans)
     _code_rows_kernel[(x.shape[0], triton.cdiv(coding.spans, spans))](
@@ -158,9 +175,12 @@ def code_rows(x: Tensor, coding: Coding) -> Tensor:
         codes,
         scales,
         coding.columns,
-        coding.row_bytes,
+        coding.code_stride,
+        coding.scales_at(x.shape[0])[1],
         SPANS=spans,
         BY_GROUP=coding.by_group,
+        GATED=activation is not None,
+        ACTIVATION=int(activation == "gelu_tanh"),
         HARDWARE=not x.is_cpu,
         num_warps=_warps(spans),
         **pdl_options(x),
@@ -191,7 +211,8 @@ def norm_and_code(
         stream,
         size if residual is None else residual.stride(0),
         rows,
-        coding.row_bytes,
+        coding.code_stride,
+        coding.scales_at(rows)[1],
         eps,
         SIZE=size,
         SPANS=spans,

@@ -13,7 +13,7 @@ from ....kernels.linear.linear import GATED, Norm
 from ....kernels.linear.linear_choice import Gemv
 from ....kernels.linear.norm_rope import rms_norm
 from ....kernels.packed.coded import Coding
-from ....kernels.packed.kinds import Codes, Direct, PackedChoice, Row
+from ....kernels.packed.kinds import Codes, Direct, PackedChoice, Quantised, Row
 from ....kernels.packed.linear import (
     choose_packed,
     packed_gated_linear,
@@ -138,9 +138,13 @@ class PackedLayer(nn.Module):
     def coding(self, num_rows: int) -> Coding | None:
         """How the kernel for `num_rows` rows wants them coded; None if it takes numbers."""
         whole, choice = self.whole, self._choice_for(num_rows)
-        if whole is None or not isinstance(choice, Codes):
+        if whole is None:
             return None
-        return Coding(whole.shape[1], choice.by_group > 0)
+        if isinstance(choice, Codes):
+            return Coding(whole.shape[1], choice.by_group > 0)
+        if isinstance(choice, Quantised) and whole.kind == "fp8" and whole.row_group == 1:
+            return Coding(whole.shape[1], False, planar=True)
+        return None
 
     def adds(self, num_rows: int) -> bool:
         """True if the kernel for `num_rows` rows can add a residual itself."""

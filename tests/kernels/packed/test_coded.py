@@ -17,7 +17,9 @@ from slipstream.kernels.packed.coded import (
     code_rows,
     code_rows_reference,
     decode_rows,
+    gate_and_code,
     norm_and_code,
+    planes,
 )
 from slipstream.kernels.packed.coded_choice import choose_coded
 from slipstream.kernels.packed.coded_linear import coded_linear, coding_of
@@ -91,6 +93,40 @@ def test_coded_rows_are_those_of_the_reference(size: int, by_group: int) -> None
     assert not numbers[2].any()
     for row in (0, 4):  # codes of a row depend on no other
         assert torch.equal(code_rows(x[row : row + 1], coding)[0, :end], coded[row, :end])
+
+
+def test_planar_rows_have_the_same_codes_and_are_multiplied_by_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weight, exact = made("fp8 rows", 48, 200)
+    x, norm = torch.randn(3, 200).half(), (torch.rand(200).half(), 1e-5)
+    plain, planar = Coding(200, False), Coding(200, False, planar=True)
+    coded = code_rows(x, planar)
+    assert torch.equal(coded, code_rows_reference(x, planar)) and coded.shape[0] == 3
+    numbers = decode_rows(coded, planar)
+    assert torch.equal(numbers, decode_rows(code_rows(x, plain), plain))
+    codes, scales = planes(coded, planar)
+    assert codes.is_contiguous() and scales.is_contiguous() and scales.data_ptr() % 16 == 0
+    normed, stream = norm_and_code(x, x, *norm, planar)
+    assert torch.equal(stream, x + x)
+    both = torch.randn(3, 400).half()
+    act = gate_and_code(both, "silu", planar)
+    gate, up = both.float().chunk(2, -1)
+    exact_act = torch.nn.functional.silu(gate) * up
+    close(decode_rows(act, planar), exact_act.double(), 0.05)
+
+    def multiplied(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, **_: Any) -> Tensor:
+        return ((a.float() @ b.float()) * scale_a * scale_b).half()
+
+    monkeypatch.setattr(torch, "_scaled_mm", multiplied)
+    for rows in (coded, normed, act):
+        got = packed_linear(rows, weight, None, Quantised(), dtype=torch.float16)
+        close(got, decode_rows(rows, planar).double() @ exact.T)
+    got = packed_gated_linear(
+        coded, weight, None, "silu", Quantised(), None, torch.float16, Coding(24, False, True)
+    )
+    gate, up = (numbers.double() @ exact.T).chunk(2, -1)
+    close(decode_rows(got, Coding(24, False, True)), torch.nn.functional.silu(gate) * up, 0.05)
 
 
 @pytest.mark.parametrize(
