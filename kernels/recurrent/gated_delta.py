@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..device import use_triton
+from ..operation import operation
 from .gated_norm import gated_norm
 from .rows import (
     BLOCK,
@@ -38,7 +38,7 @@ _NORM_EPS = 1e-6
 Terms = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def gated_delta(
+def gated_delta_reference(
     x: Tensor,
     weights: DeltaWeights,
     shape: DeltaShape,
@@ -51,29 +51,21 @@ def gated_delta(
     x: [M*, channels]; returns [M*, value heads * value_dim], normed and gated if `gate` is given;
     in padded rows anything finite.
     """
-    if shape.conv_width == 4 and use_triton(x):
-        from .triton import gated_delta as triton_gated_delta
-
-        out: Tensor = triton_gated_delta.gated_delta(x, weights, shape, state, rows, gate)
-        return out
-    return gated_delta_reference(x, weights, shape, state, rows, gate)
-
-
-def gated_delta_reference(
-    x: Tensor,
-    weights: DeltaWeights,
-    shape: DeltaShape,
-    state: DeltaState,
-    rows: DeltaRows,
-    gate: OutputGate | None = None,
-) -> Tensor:
-    """The plain version of `gated_delta`. It reads the host only where `rows` allows it."""
+    # It reads the host only where `rows` allows it.
     out = x.new_zeros(x.shape[0] + 1, shape.value_size)  # the last row takes what is padding
     _step(x, weights, shape, state, rows, out)
     for row, first, count in rows.bulk.rows:
         tokens = slice(first, first + count)
         _absorb(x[tokens], weights, shape, state, rows.values[:, row].tolist(), out[tokens])
     return out[:-1] if gate is None else gated_norm(out[:-1], shape, gate)
+
+
+gated_delta = operation(
+    gated_delta_reference,
+    "x",
+    ".triton.gated_delta",
+    lambda x, weights, shape, *others, **options: shape.conv_width == 4,
+)
 
 
 def _step(

@@ -5,22 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..device import use_triton
-
-
-def log_probs(logits: Tensor) -> Tensor:
-    """The logarithm of the softmax of each row: [L, V] of any float type -> [L, V] float32."""
-    if use_triton(logits) and logits.shape[0]:
-        from .triton.log_probs import log_probs as log_probs_triton
-
-        result: Tensor = log_probs_triton(logits)
-        return result
-    return log_probs_reference(logits)
+from ..operation import operation
 
 
 def log_probs_reference(logits: Tensor) -> Tensor:
-    """The plain version of `log_probs`."""
+    """The logarithm of the softmax of each row: [L, V] of any float type -> [L, V] float32."""
     return logits.float().log_softmax(-1)
+
+
+log_probs = operation(
+    log_probs_reference, "logits", ".triton.log_probs", lambda logits: logits.shape[0] > 0
+)
 
 
 def likeliest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:

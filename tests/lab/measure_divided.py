@@ -143,9 +143,9 @@ def run_rank(options: argparse.Namespace) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    sizes = {"hidden": 4096, "inner": 14336, "heads": 32, "kv-heads": 8, "head-dim": 128}
-    for name, value in {**sizes, "vocab": 32000, "size": 2}.items():
-        parser.add_argument(f"--{name}", type=int, default=value)
+    sizes = {"--hidden": 4096, "--inner": 14336, "--heads": 32, "--kv-heads": 8, "--head-dim": 128}
+    for flag, value in {**sizes, "--vocab": 32000, "--size": 2}.items():
+        parser.add_argument(flag, type=int, default=value)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rank", type=int)
     parser.add_argument("--rendezvous", default="")

@@ -12,26 +12,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...device import use_triton
+from ...operation import operation
 from .site import Site
 
 
-def mix_streams(streams: Tensor, site: Site) -> tuple[Tensor, Tensor, Tensor]:
+def _is_power(streams: Tensor, *others: object, **options: object) -> bool:
+    """Whether the number of streams is a power of two, as the Triton versions need it."""
+    count = streams.shape[1]
+    return count & (count - 1) == 0
+
+
+def mix_streams_reference(streams: Tensor, site: Site) -> tuple[Tensor, Tensor, Tensor]:
     """A sublayer's input and the coefficients that its output will need.
 
     streams: [M, n, D]. Returns x [M, D] in the dtype of the streams, post [M, n] and comb [M, n, n]
     float32.
     """
-    if _has_kernel(streams):
-        from .triton.connections import mix_streams as mix_streams_triton
-
-        out: tuple[Tensor, Tensor, Tensor] = mix_streams_triton(streams, site)
-        return out
-    return mix_streams_reference(streams, site)
-
-
-def mix_streams_reference(streams: Tensor, site: Site) -> tuple[Tensor, Tensor, Tensor]:
-    """The plain version of `mix_streams`."""
     count = streams.shape[1]
     mixes, base, scale = _mixes(streams, site), site.base, site.scale
     pre = (mixes[:, :count] * scale[0] + base[:count]).sigmoid() + site.eps
@@ -46,41 +42,29 @@ def mix_streams_reference(streams: Tensor, site: Site) -> tuple[Tensor, Tensor, 
     return _collapsed(streams, pre), post, comb
 
 
-def add_to_streams(
+mix_streams = operation(mix_streams_reference, "streams", ".triton.connections", _is_power)
+
+
+def add_to_streams_reference(
     streams: Tensor, output: Tensor, post: Tensor, comb: Tensor, more: Tensor | None = None
 ) -> Tensor:
     """The streams after a sublayer; other shapes as in `mix_streams`.
 
     Its output is the sum of `output`, [M, D] or float32 parts [S, M, D], and `more` [M, D].
     """
-    if _has_kernel(streams):
-        from .triton.connections import add_to_streams as add_to_streams_triton
-
-        out: Tensor = add_to_streams_triton(streams, output, post, comb, more)
-        return out
-    return add_to_streams_reference(streams, output, post, comb, more)
-
-
-def add_to_streams_reference(
-    streams: Tensor, output: Tensor, post: Tensor, comb: Tensor, more: Tensor | None = None
-) -> Tensor:
-    """The plain version of `add_to_streams`."""
     whole = output.sum(0) if output.dim() == 3 else output.float()
     whole = whole if more is None else whole + more
     mixed = torch.bmm(comb.transpose(1, 2), streams.float())
     return (mixed + post.unsqueeze(2) * whole.unsqueeze(1)).to(streams.dtype)
 
 
+add_to_streams = operation(add_to_streams_reference, "streams", ".triton.connections", _is_power)
+
+
 def head_streams(streams: Tensor, site: Site) -> Tensor:
     """The one row that the final norm reads: [M, n, D] -> [M, D]."""
     pre = (_mixes(streams, site) * site.scale + site.base).sigmoid() + site.eps
     return _collapsed(streams, pre)
-
-
-def _has_kernel(streams: Tensor) -> bool:
-    """Whether the Triton version works on these streams: their number must be a power of two."""
-    count = streams.shape[1]
-    return use_triton(streams) and count & (count - 1) == 0
 
 
 def _mixes(streams: Tensor, site: Site) -> Tensor:
