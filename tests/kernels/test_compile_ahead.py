@@ -71,7 +71,7 @@ CASES = (
     *(("alone", 70), ("drafting", 100), ("eager", 90), ("fp8", 100), ("ranks", 90)),
     ("invariant", 60),
 )
-LAUNCH = r"^\s*(?:self\._launch\()?(_\w+_kernel)(?:\[|, )"
+LAUNCH = r"^\s*(?:self\._launch\(|kernel = )?(_\w+_kernel)(?:\[|, |\.run\()"
 Script = Callable[..., str]
 
 

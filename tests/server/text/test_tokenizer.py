@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import gguf
 import pytest
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from slipstream.server.text import tokenizer_source
@@ -291,3 +292,58 @@ def test_texts_are_split_as_deepseek_v3_does() -> None:
     for piece in ("_name", ".Bar", "()", "你好吗かな", "12", "年", "”!!\r\n", "/>"):
         assert piece in pieces
     assert split("gpt-2", "abc 1234567") == ["abc", " 1234567"]
+
+
+# The class of cased letters in the published tokenizer.json of DeepSeek LLM 7B.
+CASED = (
+    "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-"
+    "\u02af\u0370-\u0373\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-"
+    "\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f\u0531-\u0556\u10a0-\u10c5\u13a0-\u13f5"
+    "\u13f8-\u13fd\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77\u1d79-\u1d9a\u1e00-"
+    "\u1f15\u1f18-\u1f1d\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d\u1f5f-"
+    "\u1f7d\u1f80-\u1fb4\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-"
+    "\u1fdb\u1fe0-\u1fec\u1ff2-\u1ff4\u1ff6-\u1ffc\u2102\u2107\u210a-\u2113\u2115\u2119-"
+    "\u211d\u2124\u2126\u2128\u212a-\u212d\u212f-\u2134\u2139\u213c-\u213f\u2145-\u2149"
+    "\u214e\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4\u2ceb-\u2cee\u2cf2\u2cf3\ua640-\ua66d"
+    "\ua680-\ua69b\ua722-\ua76f\ua771-\ua787\ua78b-\ua78e\uab70-\uabbf\ufb00-\ufb06\ufb13-"
+    "\ufb17\uff21-\uff3a\uff41-\uff5a\U00010400-\U0001044f\U000104b0-\U000104d3\U000104d8-"
+    "\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2\U000118a0-\U000118df\U0001e900-"
+    "\U0001e943"
+)
+HAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+PUBLISHED = {
+    "deepseek-llm": [
+        "[\r\n]",
+        f"\\s?[{CASED}]+",
+        "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+        "\\s+$",
+        HAN,
+    ],
+    "deepseek-coder": ["[\r\n]", "\\s?\\p{L}+", "\\s?\\p{P}+", HAN],
+}
+
+
+@pytest.mark.parametrize("pre", PUBLISHED)
+def test_texts_are_split_as_the_published_tokenizers_of_deepseek_v2_and_coder_do(pre: str) -> None:
+    steps: list[Any] = [
+        pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in PUBLISHED[pre]
+    ]
+    steps.append(pre_tokenizers.Digits(individual_digits=True))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    by_hand = pre_tokenizers.Sequence(steps)
+    chance = random.Random(0)
+    letters = [
+        *map(chr, range(32, 0x250)),
+        *TEXT,
+        *"\u1e9e\u1fbc\u2126\u212a\u0416\uff21\U00010428",
+    ]
+    texts = [TEXT, *("".join(chance.choices(letters, k=40)) for _ in range(200))]
+    for text in texts:
+        expected = [text[start:end] for _, (start, end) in by_hand.pre_tokenize_str(text)]
+        assert split(pre, text) == expected and "".join(expected) == text
+    cut = ["\u00c9", "COLE"] if pre == "deepseek-llm" else ["\u00c9COLE"]  # its ":-~" has A to Z
+    pieces = split(pre, TEXT)
+    at = pieces.index(f" {cut[0]}")
+    assert pieces[at : at + len(cut)] == [f" {cut[0]}", *cut[1:]]
+    for piece in ("Hello", " World", "'", "s", "1", "2", "\n", "()", "\u5e74"):
+        assert piece in pieces
