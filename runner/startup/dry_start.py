@@ -21,6 +21,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from ...configs.graphs import CUDAGraphMode
 from ...configs.schema import Config, SchedulerConfig, StepLimits
 from ...kernels.compile_ahead import ForkingExecutor, compiling_only, without_gpu
 from ...kernels.compile_log import watch_compilations
@@ -182,14 +183,44 @@ def dry_start(
     check_rounding(parts.target.model)
     runner.warm_up()
     runner.capture()
+    if own is not None and wanted_mode(config.graph, "cuda") is not CUDAGraphMode.NONE:
+        with torch.inference_mode():
+            run_mixed_sizes(parts, own.max_num_seqs, config.speculative.draft_counts)
     reached(GRAPHS)
-    warm_up_steps(runner)
+    warm_up_steps(runner, own)
     reached(STEPS)
     rare_steps(runner)
     with torch.inference_mode():
         most = parts.facts.limits.max_num_batched_tokens
         run_any_batch(parts, most, config.speculative.draft_counts)
     return runner
+
+
+def run_mixed_sizes(
+    parts: RunnerParts, max_num_seqs: int, draft_counts: Sequence[int] = ()
+) -> None:
+    """Run the target as graphs of mixed batches do that have more tokens than a server's requests.
+
+    Linear layers then see the tokens, and attention that many requests, whose kernels depend on
+    both numbers. The ends of the range below a power of two cover every kind.
+    """
+    num_reqs = min(max_num_seqs, parts.buffers.max_num_reqs)
+    for power in _powers(DEFAULT_MAX_CAPTURE_SIZE)[1:]:
+        for num_tokens in (power // 2 + 1, power):
+            for decode_len in (1, *(count + 1 for count in draft_counts if count)):
+                length = num_tokens - (num_reqs - 1) * decode_len
+                if length > 1:  # otherwise the graphs themselves have these
+                    _run_mixed(parts, num_reqs, decode_len, length)
+
+
+def _run_mixed(parts: RunnerParts, num_reqs: int, decode_len: int, length: int) -> None:
+    """Run the target eagerly on a prefill of `length` tokens behind decodes of the others."""
+    buffers = parts.buffers
+    num_tokens = length + (num_reqs - 1) * decode_len
+    starts = torch.full((buffers.max_num_reqs + 1,), num_tokens, dtype=torch.int32)
+    starts[:num_reqs] = torch.arange(num_reqs) * decode_len
+    common = buffers.common(num_reqs, num_tokens, starts, starts[1:], length)
+    parts.target.run_eagerly(num_tokens, common)
 
 
 def run_any_batch(
@@ -201,21 +232,17 @@ def run_any_batch(
     Attention runs outside graphs, and its tiles depend on both numbers. Powers of two, and one
     more, cover every kind of tile.
     """
-    target, buffers = parts.target, parts.buffers
     lengths = [n + more for n in _powers(max_num_tokens) for more in (0, 1)]
     # A prefill's launch does not depend on the decodes beside it, which are verified drafts or not.
     batches = [(1, length) for length in lengths]
     batches += [(count + 1, _SOME_PREFILL) for count in draft_counts if count]
     batches += [(length, length) for length in _powers(_SHORT_PREFILL)[1:]]
     for decode_len, length in batches:
-        for num_reqs in _powers(buffers.max_num_reqs):
+        for num_reqs in _powers(parts.buffers.max_num_reqs):
             num_tokens = length + (num_reqs - 1) * decode_len
             if num_tokens > max_num_tokens:
                 break
-            starts = torch.full((buffers.max_num_reqs + 1,), num_tokens, dtype=torch.int32)
-            starts[:num_reqs] = torch.arange(num_reqs) * decode_len
-            common = buffers.common(num_reqs, num_tokens, starts, starts[1:], length)
-            target.run_eagerly(num_tokens, common)
+            _run_mixed(parts, num_reqs, decode_len, length)
 
 
 def _powers(most: int) -> list[int]:

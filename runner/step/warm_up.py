@@ -52,9 +52,10 @@ class SteppedRunner(Protocol):
     def fill_tokens(self, num_slots: int, num_drafts: int) -> None: ...
 
 
-def warm_up_steps(runner: SteppedRunner) -> None:
+def warm_up_steps(runner: SteppedRunner, own: StepLimits | None = None) -> None:
     """Run a prefill, a decode and, with a drafter, a verification for every kind of sampling; then
-    the larger batches that use other kernels."""
+    the larger batches that use other kernels, and those that they would be with the limits `own`.
+    """
     steps = _Steps(runner)
     if not steps.fit():
         return
@@ -63,7 +64,10 @@ def warm_up_steps(runner: SteppedRunner) -> None:
     if min(steps.limits.max_num_seqs, steps.limits.max_num_batched_tokens) > 1:
         steps.serve([_KINDS[0], _KINDS[2]])  # rows that are sampled differently
         steps.serve([_KINDS[1], _KINDS[2]])
-    for num_reqs in wide_batches(steps.limits, steps.num_drafts):
+    wide = {*wide_batches(steps.limits, steps.num_drafts)}
+    if own is not None:
+        wide |= {*wide_batches(own, steps.num_drafts)}
+    for num_reqs in sorted(wide):
         for params in _WIDE:
             steps.serve_wide([params] * num_reqs)
 
