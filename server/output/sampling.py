@@ -214,8 +214,9 @@ def logit_bias(given: dict[str, float] | None, vocab_size: int) -> dict[int, flo
     """Convert OpenAI's map from token ids (as strings) to biases in -100 … 100."""
     bias: dict[int, float] = {}
     for key, value in (given or {}).items():
-        # isdecimal alone would let "٣" and a million digits through.
-        if not (key.isascii() and key.isdecimal() and len(key) < 10 and int(key) < vocab_size):
+        # isdecimal alone would let "٣" and a million digits through, and "07" would be a second 7.
+        is_id = key.isascii() and key.isdecimal() and len(key) < 10 and str(int(key)) == key
+        if not (is_id and int(key) < vocab_size):
             raise InvalidRequest(
                 f"Invalid value for 'logit_bias': {key[:40]!r} is not a valid token id "
                 f"(the vocabulary has {vocab_size} tokens).",

@@ -73,6 +73,7 @@ COMMON: list[tuple[dict[str, Any], str]] = [
     ({"allowed_token_ids": [999999]}, "allowed_token_ids"),
     ({"bad_words": [""]}, "bad_words[0]"),
     ({"repetition_penalty": 1e-40}, "repetition_penalty"),
+    ({"logit_bias": {"7": 1, "07": 2}}, "logit_bias"),
     ({"min_tokens": -1}, "min_tokens"),
     ({"min_tokens": 20, "max_tokens": 10}, "min_tokens"),
     ({"prompt_logprobs": 21}, "prompt_logprobs"),
