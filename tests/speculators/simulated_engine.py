@@ -105,26 +105,31 @@ def simulate(
     slots, caps = list(range(num_reqs)), np.array(traffic.caps or [K] * num_reqs)
     for slot, cap in enumerate(traffic.caps or ()):
         chooser.restart(slot, cap, greedy=True)
+    chances = np.array([law(step / num_steps) for step in range(num_steps)])
+    right = random.random((num_steps, num_reqs, K)) < chances[:, None]
+    matches = np.cumprod(right, axis=2).sum(
+        2
+    )  # [steps, requests] drafts before the first wrong one
+    noise = np.exp(random.normal(0, 0.02, num_steps))
+    noise[random.random(num_steps) < 0.01] *= 5
+    most = [min(k, int(caps.max())) for k in range(K + 1)]
+    real = [np.minimum(np.minimum(k, caps), traffic.most_real) for k in range(K + 1)]
+    means, lists = [float(each.mean()) for each in real], [each.tolist() for each in real]
     run, landing, k = Run(), [], 0
     for step in range(num_steps):
         choice = chooser.choose(slots)
-        scheduled = np.minimum(k, caps)
-        real = np.minimum(scheduled, traffic.most_real)
-        right = random.random((num_reqs, K)) < law(step / num_steps)
-        accepted = np.minimum(np.cumprod(right, axis=1).sum(1), real)
-        took = true_seconds(num_reqs, float(real.mean())) * traffic.slowed(step)
-        run.tokens += num_reqs + accepted.sum()
+        accepted = np.minimum(matches[step], real[k])
+        took = true_seconds(num_reqs, means[k]) * traffic.slowed(step)
+        run.tokens += num_reqs + int(accepted.sum())
         run.seconds += took
         run.chosen.append(choice.num_drafts)
         run.reasons.append(choice.reason)
-        noisy = took * np.exp(random.normal(0, 0.02)) * (5 if random.random() < 0.01 else 1)
-        most = int(scheduled.max())
-        steady = most if most == choice.num_drafts else None
-        landing.append((real, accepted.tolist(), noisy, steady))
+        steady = most[k] if most[k] == choice.num_drafts else None
+        landing.append((k, accepted.tolist(), float(took * noise[step]), steady))
         if len(landing) == 2:
             verified, brought, noted, steady = landing.pop(0)
-            chooser.observe(slots, verified.tolist(), brought)
+            chooser.observe(slots, lists[verified], brought)
             if not traffic.has_prompts:
-                chooser.costs.refine(num_reqs, float(verified.mean()), noted, steady)
+                chooser.costs.refine(num_reqs, means[verified], noted, steady)
         k = choice.num_drafts
     return run
