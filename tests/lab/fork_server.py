@@ -1,9 +1,10 @@
 """Runs scripts of this folder in forks of one process that has imported torch and Triton.
 
 `test_compile_ahead.py` starts it without TRITON_INTERPRET, because Triton decides at import whether
-it compiles or interprets. A fork spares each script three seconds of imports. Each line of standard
-input is a JSON object with the script, its arguments and additions to its environment; each line of
-standard output is one with the exit code, output and errors of the script.
+it compiles or interprets. A fork spares each script the imports, which take seconds, and the hash
+of Triton's own files. Each line of standard input is a JSON object with the script, its arguments
+and additions to its environment; each line of standard output is one with the exit code, output and
+errors of the script.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import tempfile
 import traceback
 from pathlib import Path
 from typing import Any, NoReturn
+
+import torch._dynamo  # noqa: F401  operations on meta tensors import it
+from triton.runtime.cache import triton_key
 
 import slipstream.runner.startup.dry_start  # noqa: F401
 
@@ -56,5 +60,6 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    triton_key()
     for line in sys.stdin:
         print(json.dumps(answer(json.loads(line))), flush=True)
