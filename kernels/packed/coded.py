@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..device import use_triton
 from ..linear.linear import GATED
 from ..linear.norm_rope import fused_add_rms_norm_reference, rms_norm_reference
+from ..operation import operation
 from ..quant.e4m3 import E4M3, LARGEST
 from .coding import SPAN
 from .coding import Coding as Coding
@@ -30,50 +30,8 @@ def is_coded(x: Tensor) -> bool:
     return x.dtype == torch.uint8
 
 
-def code_rows(x: Tensor, coding: Coding) -> Tensor:
-    """The coded rows [M, row bytes] uint8 of x [M, K], which is contiguous."""
-    if use_triton(x):
-        from .triton.coded_rows import code_rows as code_rows_triton
-
-        coded: Tensor = code_rows_triton(x, coding)
-        return coded
-    return code_rows_reference(x, coding)
-
-
-def gate_and_code(x: Tensor, activation: str, coding: Coding) -> Tensor:
-    """Compute act(gate) * up of x [M, 2 K], gate first, as coded rows [M, row bytes] uint8.
-
-    activation: "silu" or "gelu_tanh".
-    """
-    if use_triton(x):
-        from .triton.coded_rows import code_rows as code_rows_triton
-
-        coded: Tensor = code_rows_triton(x, coding, activation)
-        return coded
-    return code_rows_reference(GATED[activation](x), coding)
-
-
-def norm_and_code(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, coding: Coding
-) -> tuple[Tensor, Tensor]:
-    """Compute rms_norm(x + residual), coded, and x + residual [M, H].
-
-    x: [M, H], or with a residual also float32 parts [S, M, H] to sum; residual: [M, H], None = 0;
-    weight: [H]. Returns coded rows [M, row bytes] uint8, and the sum in the dtype of `residual`.
-    """
-    if use_triton(x):
-        from .triton.coded_rows import norm_and_code as norm_and_code_triton
-
-        result: tuple[Tensor, Tensor] = norm_and_code_triton(x, residual, weight, eps, coding)
-        return result
-    if residual is None:
-        return code_rows_reference(rms_norm_reference(x, weight, eps), coding), x
-    normed, stream = fused_add_rms_norm_reference(x, residual, weight, eps)
-    return code_rows_reference(normed, coding), stream
-
-
 def code_rows_reference(x: Tensor, coding: Coding) -> Tensor:
-    """The plain version of `code_rows`."""
+    """The coded rows [M, row bytes] uint8 of x [M, K], which is contiguous."""
     rows = x.shape[0]
     padded = functional.pad(x.float(), (0, coding.num_codes - coding.columns))
     spans = padded.view(rows, coding.spans, 2, SPAN // 2)
@@ -88,6 +46,37 @@ def code_rows_reference(x: Tensor, coding: Coding) -> Tensor:
     tail = torch.zeros(rows, (coding.row_bytes - coding.num_codes) // 4, device=x.device)
     tail[:, : scales.shape[1]] = scales
     return torch.cat((ordered, tail.view(torch.uint8)), 1)
+
+
+code_rows = operation(code_rows_reference, "x", ".triton.coded_rows")
+
+
+def gate_and_code_reference(x: Tensor, activation: str, coding: Coding) -> Tensor:
+    """Compute act(gate) * up of x [M, 2 K], gate first, as coded rows [M, row bytes] uint8.
+
+    activation: "silu" or "gelu_tanh".
+    """
+    return code_rows_reference(GATED[activation](x), coding)
+
+
+gate_and_code = operation(gate_and_code_reference, "x", ".triton.coded_rows")
+
+
+def norm_and_code_reference(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, coding: Coding
+) -> tuple[Tensor, Tensor]:
+    """Compute rms_norm(x + residual), coded, and x + residual [M, H].
+
+    x: [M, H], or with a residual also float32 parts [S, M, H] to sum; residual: [M, H], None = 0;
+    weight: [H]. Returns coded rows [M, row bytes] uint8, and the sum in the dtype of `residual`.
+    """
+    if residual is None:
+        return code_rows_reference(rms_norm_reference(x, weight, eps), coding), x
+    normed, stream = fused_add_rms_norm_reference(x, residual, weight, eps)
+    return code_rows_reference(normed, coding), stream
+
+
+norm_and_code = operation(norm_and_code_reference, "x", ".triton.coded_rows")
 
 
 def decode_rows(coded: Tensor, coding: Coding) -> Tensor:

@@ -166,7 +166,7 @@ def empty_rows(x: Tensor, rows: int, coding: Coding) -> tuple[Tensor, Tensor, Te
 
 
 def code_rows(x: Tensor, coding: Coding, activation: str | None = None) -> Tensor:
-    """See `packed.coded.code_rows`, and with an activation `packed.coded.gate_and_code`."""
+    """See `packed.coded.code_rows`; with an activation, it codes what that makes of x [M, 2 K]."""
     assert x.is_contiguous() and x.shape[1] == coding.columns * (1 if activation is None else 2)
     coded, codes, scales = empty_rows(x, x.shape[0], coding)
     spans = 8 if coding.by_group else triton.next_power_of_2(coding.spans)
@@ -186,6 +186,11 @@ def code_rows(x: Tensor, coding: Coding, activation: str | None = None) -> Tenso
         **pdl_options(x),
     )
     return coded
+
+
+def gate_and_code(x: Tensor, activation: str, coding: Coding) -> Tensor:
+    """See `packed.coded.gate_and_code`."""
+    return code_rows(x, coding, activation)
 
 
 def norm_and_code(
