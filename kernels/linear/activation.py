@@ -45,14 +45,17 @@ def sigmoid_gate_reference(x: Tensor, gate: Tensor) -> Tensor:
 sigmoid_gate = operation(sigmoid_gate_reference, "x", ".triton.activation")
 
 
-def gated_rows_reference(x: Tensor, gate: Tensor, rows: Tensor, out: Tensor) -> None:
-    """Write sigmoid(x . gate) * rows to `out` [M, N] float32.
+def gated_rows_reference(
+    x: Tensor, gate: Tensor, rows: Tensor, out: Tensor, residual: Tensor | None = None
+) -> None:
+    """Write sigmoid(x . gate) * rows, plus `residual` [M, N] if given, to `out` [M, N].
 
     x: [M, K]; gate: [1, K]; rows: [M, N], or float32 parts [S, M, N], which are summed first.
     """
     if rows.dim() == 3:
         rows = functools.reduce(torch.add, rows)
-    torch.mul(rows.float(), (x.float() @ gate[0].float()).sigmoid().unsqueeze(1), out=out)
+    gated = rows.float() * (x.float() @ gate[0].float()).sigmoid().unsqueeze(1)
+    out.copy_(gated if residual is None else residual + gated)
 
 
 gated_rows = operation(gated_rows_reference, "x", ".triton.activation")

@@ -5,14 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels.cpu.experts import NativeExperts
-from ...kernels.linear.activation import gated_rows
 from ...kernels.linear.experts import ExpertWeights, PackedExperts, Routing
 from ...kernels.linear.linear import linear_parts
 from ...kernels.linear.linear_choice import Skinny
@@ -28,8 +26,8 @@ from ...kernels.packed.experts import packed_expert_parts, packed_experts
 from ..errors import ModelLoadError
 from ..parallel.ranks import Cut, stacked
 from .formats.expert_stack import ExpertStack, experts_of
-from .layers import CheckpointSlot, Linear, RMSNorm, WeightFormat, tensor_slot
-from .llama import MLP, FeedForward
+from .layers import CheckpointSlot, RMSNorm, WeightFormat, tensor_slot
+from .llama import FeedForward
 
 
 def run_in_form(
@@ -160,11 +158,15 @@ class DividedExperts(nn.Module):
         """Whether all experts are here."""
         return self.ranks is None and self.shared is None
 
-    def add(self, x: Tensor, residual: Tensor, weights: Tensor, ids: Tensor) -> Tensor | None:
-        """residual + forward(x), [1, H], if a kernel can add; else None."""
+    def adds(self, num_rows: int) -> bool:
+        """True if `add` can run `num_rows` rows: a single one, and whole experts as numbers."""
+        whole = self.is_whole and not self.fixed
+        return num_rows == 1 and whole and isinstance(self.weights, ExpertWeights)
+
+    def add(self, x: Tensor, residual: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """residual + forward(x), both [1, H]; see `adds`."""
         own = self.weights
-        if x.shape[0] != 1 or not self.is_whole or self.fixed or not isinstance(own, ExpertWeights):
-            return None
+        assert isinstance(own, ExpertWeights)
         return add_experts(x, own, weights, ids, residual)
 
 
@@ -353,48 +355,3 @@ class RoutedMLP(FeedForward):
     ) -> tuple[Tensor, Tensor | None]:
         """`feed` for normed rows x [M, H] whose experts are `chosen`."""
         raise NotImplementedError
-
-
-class SparseMLP(RoutedMLP):
-    """A feed-forward layer of routed experts and, if the config has one, a shared expert.
-
-    The shared expert's output is multiplied by the sigmoid of a gate. Config names are those of
-    Qwen2-MoE, Qwen3-MoE, Qwen3-Next and Qwen3.5.
-    """
-
-    def __init__(self, config: Any, fmt: WeightFormat) -> None:
-        super().__init__()
-        hidden, size = config.hidden_size, config.moe_intermediate_size
-        renormalise = bool(getattr(config, "norm_topk_prob", True))  # Qwen3.5 always does
-        routing = Routing(config.num_experts_per_tok, renormalise=renormalise)
-        self.gate = Router(hidden, config.num_experts, routing, fmt)
-        self.experts = Experts(config.num_experts, hidden, size, fmt)
-        self.experts.expert_share = routing.top_k / config.num_experts
-        shared = getattr(config, "shared_expert_intermediate_size", 0)
-        self.has_shared = bool(shared)
-        if shared:
-            self.shared_expert = MLP(hidden, shared, fmt, bias=False, sums=False)
-            self.shared_expert_gate = Linear(hidden, 1, fmt)
-
-    @property
-    def scorer(self) -> Router:
-        return self.gate
-
-    def routed(
-        self, x: Tensor, stream: Tensor, chosen: Chosen, fuses: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        if not self.has_shared:
-            if fuses and (total := self.experts.add(x, stream, *chosen)) is not None:
-                return total, None
-            return self.experts.sum(self.experts.parts(x, *chosen)), stream
-        out = self.experts.parts(x, *chosen, spare=1)
-        gate = self.shared_expert_gate.weight
-        if gate is not None and out.dim() == 3:
-            gated_rows(x, gate, self.shared_expert.parts(x), out[-1])
-            return out, stream
-        share = torch.sigmoid(self.shared_expert_gate.forward(x))
-        shared = self.shared_expert.forward(x)
-        if out.dim() == 2:
-            return self.experts.sum(torch.addcmul(out, share, shared)), stream
-        torch.mul(shared, share, out=out[-1])
-        return out, stream

@@ -19,10 +19,9 @@ from ..attention.recurrent import RecurrentLayer
 from ..errors import ModelLoadError
 from ..parallel.ranks import Cut, Ranks, head_counts, stacked
 from .base import PreNormModel
-from .families.qwen_moe import has_experts
+from .families.qwen_moe import SparseMLP, has_experts
 from .layers import CheckpointSlot, Linear, RMSNorm, WeightFormat
 from .llama import MLP, check_silu, enter
-from .moe import SparseMLP
 from .rotary import RotaryEmbedding, RotaryStep, rope_parameters
 from .sharded import qkv_linear, row_linear
 

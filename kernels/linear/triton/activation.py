@@ -120,7 +120,8 @@ def _gated_rows_kernel(
     x,  # [M, K]
     gate,  # [K]
     rows,  # [M, N], or [PARTS, M, N] float32
-    out,  # [M, N] float32
+    residual,  # [M, N]
+    out,  # [M, N]
     x_stride,
     num_rows,  # M
     K: tl.constexpr,
@@ -128,6 +129,7 @@ def _gated_rows_kernel(
     PARTS: tl.constexpr,  # 0 = whole
     BLOCK_K: tl.constexpr,
     BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program a row."""
@@ -138,19 +140,25 @@ def _gated_rows_kernel(
     own = tl.load(x + row * x_stride + k, mask=k < K, other=0.0).to(tl.float32)
     share = 1.0 / (1.0 + tl.exp(-tl.sum(own * weight, 0)))
     value = load_parts(rows + row * N + n, n < N, num_rows * N, PARTS).to(tl.float32)
-    tl.store(out + row * N + n, value * share, mask=n < N)
+    value *= share
+    if ADD:
+        value += tl.load(residual + row * N + n, mask=n < N, other=0.0).to(tl.float32)
+    tl.store(out + row * N + n, value.to(out.dtype.element_ty), mask=n < N)
 
 
-def gated_rows(x: Tensor, gate: Tensor, rows: Tensor, out: Tensor) -> None:
+def gated_rows(
+    x: Tensor, gate: Tensor, rows: Tensor, out: Tensor, residual: Tensor | None = None
+) -> None:
     """See `kernels.linear.activation.gated_rows`."""
     assert rows.is_contiguous() and out.is_contiguous() and x.stride(1) == gate.stride(1) == 1
+    assert residual is None or residual.is_contiguous()
     num_rows, size = out.shape
     if num_rows:
         _gated_rows_kernel[(num_rows,)](
-            x, gate, rows, out, x.stride(0), num_rows,
+            x, gate, rows, out if residual is None else residual, out, x.stride(0), num_rows,
             K=x.shape[1], N=size, PARTS=rows.shape[0] if rows.dim() == 3 else 0,
             BLOCK_K=triton.next_power_of_2(x.shape[1]), BLOCK=triton.next_power_of_2(size),
-            num_warps=8, **pdl_options(x),
+            ADD=residual is not None, num_warps=8, **pdl_options(x),
         )  # fmt: skip
 
 

@@ -232,8 +232,8 @@ class GptOssMLP(RoutedMLP):
     def routed(
         self, x: Tensor, stream: Tensor, chosen: Chosen, fuses: bool
     ) -> tuple[Tensor, Tensor | None]:
-        if fuses and (total := self.experts.add(x, stream, *chosen)) is not None:
-            return total, None
+        if fuses and self.experts.adds(x.shape[0]):
+            return self.experts.add(x, stream, *chosen), None
         return self.experts.sum(self.experts.parts(x, *chosen)), stream
 
 

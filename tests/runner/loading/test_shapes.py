@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -43,3 +44,13 @@ def test_a_model_and_its_head_of_random_weights(name: str, tmp_path: Path) -> No
     ids = SHAPES[head]["eagle_aux_hidden_state_layer_ids"]
     assert found.head.aux_boundaries == tuple(ids)
     outline("eagle3", drafter, OutlineHost(4096, model, resolved), found)
+
+
+@pytest.mark.parametrize("name", [n for n in SHAPES if "eagle3" not in n])
+def test_a_start_can_be_rehearsed(name: str, tmp_path: Path) -> None:
+    """Kernels are compiled ahead for a model of meta tensors, so nothing may read its weights."""
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES[name]))
+    resolved = resolve_model(ModelConfig(model=str(tmp_path), load_format="dummy"))
+    model = build_model(resolved.hf_config, NOWHERE, torch.bfloat16, max_position=64, packed=True)
+    load_weights(model, resolved)
+    assert all(buffer.is_meta for buffer in model.buffers())
