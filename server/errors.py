@@ -329,8 +329,8 @@ def error_response(error: APIError) -> Response:
     return Response(error_body(error), error.status, error.headers, "application/json")
 
 
-def invalid_value(error: ValidationError, body: object, prefix: str = "") -> InvalidRequest:
-    """A problem that pydantic found, as a 400 that names the parameter, with `prefix`."""
+def invalid_value(error: ValidationError, body: object) -> InvalidRequest:
+    """A problem that pydantic found, as a 400 that names the parameter."""
     found = error.errors(include_url=False, include_context=False, include_input=False)
     named = [(parameter_name(each["loc"], body, each["type"] == "missing"), each) for each in found]
     # For a union, report the member that matched deepest: it is probably the intended one.
@@ -338,7 +338,7 @@ def invalid_value(error: ValidationError, body: object, prefix: str = "") -> Inv
     inner, first = max(
         (each for each in named if each[0].startswith(outer)), key=lambda each: len(each[0])
     )
-    param = _cut(prefix + inner)
+    param = _cut(inner)
     if first["type"] == "missing":
         return InvalidRequest(
             f"Missing required parameter: '{param}'.", param, "missing_required_parameter"

@@ -31,6 +31,7 @@ from .triton import TritonMetadata, max_query_len
 
 PAGE = 64
 ROW, ROW_V = 576, 512  # a cached row, and the part of it that is V
+_MAX_UNIFORM_LEN = 16
 
 
 class FlashMLAMetadata(AttentionMetadata):
@@ -86,7 +87,7 @@ class FlashMLAMetadata(AttentionMetadata):
 class FlashMLABuilder(AttentionBuilder):
     """Runs uniform batches of short queries on FlashMLA, and all others on the Triton kernel.
 
-    Short means at most `max_uniform_len` tokens per request.
+    Short means at most 16 tokens per request; longer queries are prefills.
     """
 
     supports = AttentionCGSupport.UNIFORM_BATCH
@@ -96,18 +97,15 @@ class FlashMLABuilder(AttentionBuilder):
         self,
         create_schedule: Callable[[], Any],
         decode: Callable[..., tuple[Tensor, Tensor]],
-        max_uniform_len: int = 16,
     ) -> None:
         self._create_schedule = create_schedule
         self._decode = decode
-        # longer queries are prefills, not for a decode kernel
-        self._max_uniform_len = max_uniform_len
 
     def build(
         self, common: CommonAttentionMetadata, desc: BatchExecutionDescriptor | None = None
     ) -> AttentionMetadata:
         length = uniform_query_len(common, desc)
-        if length is None or length > self._max_uniform_len:
+        if length is None or length > _MAX_UNIFORM_LEN:
             return TritonMetadata(common, max_query_len(common, desc))
         return FlashMLAMetadata(common, length, self._create_schedule, self._decode)
 

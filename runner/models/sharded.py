@@ -324,12 +324,10 @@ def head(hidden: int, vocab_size: int, fmt: WeightFormat) -> Linear:
     return SplitHead(hidden, vocab_size, fmt)
 
 
-def split_tensor(
-    target: torch.Tensor, total: int, cut: Cut, init: str = "normal"
-) -> CheckpointSlot:
+def split_tensor(target: torch.Tensor, total: int, cut: Cut) -> CheckpointSlot:
     """The slot of a tensor that holds the rows `cut` of a checkpoint's `total`."""
 
     def load(tensor: Tensor) -> None:
         target.copy_(tensor)
 
-    return CheckpointSlot((total, *target.shape[1:]), load, init, cut=cut)
+    return CheckpointSlot((total, *target.shape[1:]), load, "normal", cut=cut)

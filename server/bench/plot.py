@@ -21,11 +21,11 @@ def check_plot(path: str | None) -> None:
         raise ConfigError("--plot needs matplotlib: pip install 'slipstream[bench]'") from None
 
 
-def _axes(width: float = 7.0) -> tuple[Any, Any]:
+def _axes() -> tuple[Any, Any]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, 4.2), layout="constrained")
+    figure = Figure(figsize=(7.0, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.subplots()
 

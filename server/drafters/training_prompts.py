@@ -19,6 +19,7 @@ import yaml
 from ..chat_templates.chat_template import ChatTemplate, ChatTemplateError
 from ..text.tokenizer import Tokenizer
 
+_MOST_HELD_OUT = 80
 _FOLDER = Path(__file__).parent / "prompt_sets"
 _SLOT = re.compile(r"\{(\w+)\}")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -123,15 +124,15 @@ def _messages(where: str, value: Any) -> tuple[dict[str, Any], ...]:
     return tuple(value)
 
 
-def hold_out(prompts: Sequence[Prompt], seed: int, most: int = 80) -> list[Prompt]:
-    """Mark a random 5 % of the prompts, from 1 to `most`, as held out, unless some are marked.
+def hold_out(prompts: Sequence[Prompt], seed: int) -> list[Prompt]:
+    """Mark a random 5 % of the prompts, from 1 to 80, as held out, unless some are marked.
 
     Raises PromptError if there are fewer than two prompts."""
     if any(prompt.is_heldout for prompt in prompts):
         return list(prompts)
     if len(prompts) < 2:
         raise PromptError("training needs at least two prompts, because one is held out")
-    count = min(max(1, len(prompts) // 20), most)
+    count = min(max(1, len(prompts) // 20), _MOST_HELD_OUT)
     chosen = set(random.Random(seed).sample(range(len(prompts)), count))
     return [dataclasses.replace(prompt, is_heldout=i in chosen) for i, prompt in enumerate(prompts)]
 

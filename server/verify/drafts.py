@@ -9,7 +9,7 @@ draft model's second draft must be its first draft one token later.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ...runner.messages import SamplingParams
 from ..drafters.acceptance import Submits, Tally
@@ -65,11 +65,7 @@ def judge_proposals(
 
 
 async def check_fresh(
-    engine: Submits,
-    replies: Sequence[Reply],
-    subject: Subject,
-    report: Report,
-    tick: Callable[[], object] = lambda: None,
+    engine: Submits, replies: Sequence[Reply], subject: Subject, report: Report
 ) -> None:
     """Make proposals of the replies again, each by a prefill of its text, and compare."""
     made = [
@@ -83,7 +79,7 @@ async def check_fresh(
     # One token more than the drafts, or the end of the reply would cut them.
     sampling = SamplingParams(0, width + 2, temperature=0.0)
     texts = [[*reply.prompt, *reply.token_ids[: proposal.start - 1]] for reply, proposal in made]
-    fresh = await generate(engine, texts, sampling, drafts=True, tick=tick, own_salts=True)
+    fresh = await generate(engine, texts, sampling, drafts=True, own_salts=True)
     ours = {
         (*reply.prompt, *reply.token_ids[: proposal.start]): proposal.drafts
         for reply, proposal in made

@@ -119,9 +119,7 @@ async def generate(
 Scores = list[TokenLogprobs]  # of each reply token, by a prefill without drafts
 
 
-async def score(
-    engine: Submits, replies: Sequence[Reply], top: int, tick: Callable[[], object] = lambda: None
-) -> list[Scores]:
+async def score(engine: Submits, replies: Sequence[Reply], top: int) -> list[Scores]:
     """The model's log probabilities of each reply's tokens, and of the `top` likeliest ones there.
 
     They come from a prefill of prompt and reply, so neither drafts nor decode steps have a part in
@@ -130,7 +128,7 @@ async def score(
     texts = {(tuple(r.prompt), tuple(r.token_ids)): None for r in replies if r.token_ids}
     sampling = SamplingParams(0, 1, temperature=0.0, prompt_logprobs=top)
     scored = await generate(
-        engine, [[*prompt, *ids] for prompt, ids in texts], sampling, drafts=False, tick=tick
+        engine, [[*prompt, *ids] for prompt, ids in texts], sampling, drafts=False
     )
     found: dict[tuple[tuple[int, ...], tuple[int, ...]], Scores] = {}
     for (prompt, ids), reply in zip(texts, scored, strict=True):
