@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...configs.graphs import AttentionCGSupport, BatchExecutionDescriptor, CUDAGraphMode
+from ...configs.graphs import BatchExecutionDescriptor, CUDAGraphMode
 from ...kernels.attention.compressed.pages import Pages
 from ...kernels.attention.compressed.store_rows import store_rows
 from ...kernels.attention.store_kv import store_kv
@@ -25,7 +25,7 @@ from ..attention.base import (
 )
 from ..graphs.capture import GraphPool
 from ..graphs.manager import CudaGraphManager, relative_error
-from .claims import ClaimCase, LoweredClaim, verify_claim
+from .claims import ClaimCase
 
 Compare = Callable[[Tensor, Tensor], float]  # (replayed, expected) -> error
 # Largest relative error that passes, by dtype.
@@ -216,22 +216,3 @@ class ClaimTrial:
 
     def _random(self, heads: int, dim: int) -> Tensor:
         return torch.randn(self.max_tokens, heads, dim, device=self.device).to(self.dtype)
-
-
-def check_claim(
-    backend: AttentionBackend,
-    layer: AttentionLayer,
-    uniform_token_counts: Sequence[int],
-    pool: GraphPool,
-    setup: ClaimSetup,
-    dtype: torch.dtype,
-    device: torch.device,
-    on_lowered: Callable[[LoweredClaim], None] | None = None,
-) -> AttentionCGSupport:
-    """The part of the back end's claim that this layer passes on this device; see
-    `verify_claim`."""
-    trial = ClaimTrial(backend, layer, setup, dtype, device, pool)
-    cases = [ClaimCase(length) for length in (None, *uniform_token_counts)]
-    return verify_claim(
-        backend.name, trial.builder.supports, cases, trial.measure, TOLERANCE[dtype], on_lowered
-    )

@@ -20,10 +20,12 @@ from slipstream.kernels.attention.paged_rows import Fp8Cache, PagedRows
 from slipstream.kernels.quant.e4m3 import unpack_latent
 from slipstream.runner.attention.base import AttentionLayer
 from slipstream.runner.attention.choice import choose_backend
-from slipstream.runner.claims.case import ClaimSetup, ClaimTrial, check_claim
+from slipstream.runner.claims.case import ClaimSetup, ClaimTrial
 from slipstream.runner.claims.claims import ClaimCase
 from slipstream.runner.graphs.capture import CudaGraphs, GraphPool
 from slipstream.runner.graphs.manager import relative_error
+
+from ..runner.claims.checked_claim import check_claim
 
 pytestmark = [
     pytest.mark.gpu,

@@ -25,11 +25,12 @@ from slipstream.runner.attention.reference import (
     ReferenceMetadata,
 )
 from slipstream.runner.attention.triton import TritonBackend
-from slipstream.runner.claims.case import ClaimSetup, ClaimTrial, check_claim
+from slipstream.runner.claims.case import ClaimSetup, ClaimTrial
 from slipstream.runner.claims.claims import LoweredClaim
 from slipstream.runner.graphs.capture import GraphPool
 
 from ..graphs.recorder import RecordedGraphs
+from .checked_claim import check_claim
 
 CPU = torch.device("cpu")
 
