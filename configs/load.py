@@ -219,7 +219,7 @@ def read_file(path: Path) -> Layer:
         raise ConfigError(
             f"cannot read --config {path}: {(error.strerror or str(error)).lower()}"
         ) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # of encodings, numbers, nesting
         mark = getattr(error, "problem_mark", None)
         where = f" in line {mark.line + 1}" if mark is not None else ""
         raise ConfigError(f"--config {path}: not valid YAML{where}") from None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import re
 import types
 from collections.abc import Iterable
@@ -22,6 +23,8 @@ _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
 _SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _WITHOUT = {"api_key": " to serve without a key", "admin_api_key": " to keep /v1/speculator off"}
+# No option needs more, in seconds or milliseconds, and in tokens or bytes.
+_MOST_REAL, _MOST_WHOLE = 1e12, 1 << 63
 _NOUNS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 
 
@@ -142,7 +145,21 @@ def _checked(option: Option, label: str, given: Any, value: Any) -> Any:
         raise ConfigError(
             f"{label} must be one of {', '.join(option.choices)}, not {given!r}{hint}"
         )
+    # A model's place has checks of its own.
+    if option.name != "model" and (rule := _broken_rule(value)) is not None:
+        raise ConfigError(f"{label} must be {rule}, not {str(given)[:40]!r}")
     return value
+
+
+def _broken_rule(value: Any) -> str | None:
+    """What a value of the right type must be but is not, whatever option it is for."""
+    if isinstance(value, float) and not abs(value) <= _MOST_REAL:  # true for NaN as well
+        return f"a number of at most {_MOST_REAL:g}"
+    if type(value) is int and not abs(value) < _MOST_WHOLE:
+        return "a whole number that 64 bits can hold"
+    if isinstance(value, str) and "\0" in value:
+        return "text without zero bytes"
+    return None
 
 
 def _parse(kind: type, text: str) -> Any:
@@ -151,7 +168,7 @@ def _parse(kind: type, text: str) -> Any:
         word = text.strip().lower()
         return True if word in _TRUE else False if word in _FALSE else None
     if kind is int:
-        match = re.fullmatch(r"\s*([+-]?\d+)([kmgKMG]?)\s*", text)
+        match = re.fullmatch(r"\s*([+-]?[0-9]{1,30})([kmgKMG]?)\s*", text)
         return int(match[1]) * _SUFFIXES.get(match[2], 1) if match else None
     if kind is float:
         try:
@@ -166,7 +183,7 @@ def _exact(kind: type, value: Any) -> Any:
     if isinstance(value, str) and kind is int:
         return _parse(int, value)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        return float(value) if abs(value) < _MOST_WHOLE else math.inf
     if kind is str and isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)  # YAML reads an unquoted 1234 as a number
     return value if type(value) is kind else None

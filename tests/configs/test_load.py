@@ -163,3 +163,29 @@ def test_the_help_says_where_suffixes_are_usual() -> None:
     for flag in ("max-model-len", "kv-cache-memory-bytes", "max-num-batched-tokens"):
         assert f"--{flag} SIZE" in shown and f"--{flag} INT" not in shown
     assert "--port INT" in shown and shown.endswith("its values separated by commas.")
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf", "1e400", "1e13"])
+@pytest.mark.parametrize("flag", ["--drain-timeout", "--worker-timeout", "--max-itl-ms"])
+def test_a_number_that_no_clock_can_wait_for_is_refused(flag: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=f"{flag} must be a number of at most 1e\\+12, not"):
+        load(f"{flag}={text}")
+
+
+def test_every_option_refuses_what_its_type_cannot_hold(tmp_path: Path) -> None:
+    huge = "9" * 5000
+    for text in (f"port: {huge}", "[" * 10_000):
+        with pytest.raises(ConfigError, match="not valid YAML"):
+            load("--config", yaml_file(tmp_path, text))
+    for name, option in all_options().items():
+        flag = f"--{name.replace('_', '-')}"
+        if option.kind is int:
+            for text in (huge, str(1 << 63), f"-{1 << 63}", "\u0663"):
+                with pytest.raises(ConfigError, match=f"{flag} must be "):
+                    load(f"{flag}={text}")
+        if option.kind is float:
+            with pytest.raises(ConfigError, match="must be a number of at most"):
+                load("--config", yaml_file(tmp_path, f"{name}: {huge[:400]}\n"))
+        if option.kind is str and name != "model":
+            with pytest.raises(ConfigError, match="must be "):
+                load(f"{flag}=a\0b")
