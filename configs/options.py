@@ -128,7 +128,7 @@ def read_value(option: Option, label: str, value: Any) -> Any:
             raise _empty(option, label)
         return tuple(_checked(option, label, v, _exact(option.kind, v)) for v in values)
     if option.kind is str and isinstance(value, dict):  # the flag takes this object as JSON text
-        return json.dumps(value)
+        return _checked(option, label, value, json.dumps(value))
     return _checked(option, label, value, _exact(option.kind, value))
 
 

@@ -19,6 +19,7 @@ TOOL_CALL_FORMATS = (
     *("functiongemma", "pythonic", "llama4_pythonic", "gpt_oss", "openai"),
 )
 REASONING_FORMATS = ("deepseek_r1", "deepseek_v4", "qwen3", "gemma", "gemma4")
+_LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
 
 def option(
@@ -139,9 +140,7 @@ class ModelConfig:
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     load_format: str = option(
-        "auto",
-        "format of the weights (dummy: random numbers, no file)",
-        choices=("auto", "safetensors", "gguf", "dummy"),
+        "auto", "format of the weights (dummy: random numbers, no file)", choices=_LOAD_FORMATS
     )
     max_model_len: int | None = option(
         None,
@@ -252,7 +251,9 @@ class SpeculativeConfig:
     position_offset: int = option(
         0, "gemma4_mtp: drafts run at position P (0) or P + 1 (1), P being the last verified token"
     )
-    load_format: str = option("auto", "format of the drafter's weights, as --load-format")
+    load_format: str = option(
+        "auto", "format of the drafter's weights, as --load-format", choices=_LOAD_FORMATS
+    )
     draft_tensor_parallel_size: int | None = option(
         None,
         "with -tp: 1 (whole on each rank) or the number of ranks; default: what should be faster",

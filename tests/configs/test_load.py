@@ -189,3 +189,12 @@ def test_every_option_refuses_what_its_type_cannot_hold(tmp_path: Path) -> None:
         if option.kind is str and name != "model":
             with pytest.raises(ConfigError, match="must be "):
                 load(f"{flag}=a\0b")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("draft_sampling", {}), ("rejection_sampling", {}), ("load_format", "dumy")],
+)
+def test_a_drafters_setting_is_one_of_its_choices(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{key} must be one of"):
+        load("-sc", json.dumps({"method": "ngram", key: value}))
