@@ -16,7 +16,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from ..speculators.mtp_oracle import MtpOracle
-from ..speculators.tiny_engine import VOCAB, save_llama
+from ..speculators.tiny_engine import VOCAB, save_llama, stated
 from .running_server import RunningServer, Serving, free_port
 
 SECRET = "a secret of the nodes"
@@ -30,7 +30,7 @@ FLAGS = (
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama whose words are w0, w1 ..."""
-    return with_words(save_llama(tmp_path_factory.mktemp("model"), layers=2))
+    return with_words(stated(save_llama(tmp_path_factory.mktemp("model"), layers=2)))
 
 
 @pytest.fixture(scope="module")

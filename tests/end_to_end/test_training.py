@@ -27,6 +27,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    from ..speculators.tiny_engine import stated
+
     folder = tmp_path_factory.mktemp("target")
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -39,7 +41,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
+    return stated(folder)
 
 
 def run(*arguments: str) -> str:

@@ -19,9 +19,11 @@ SIZES = ("--num-prompts", "4", "--max-tokens", "24", "--sample-tokens", "4", "--
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A tiny target with a tokenizer, and a head that was trained for it."""
+    from ..speculators.tiny_engine import stated
     from ..speculators.verify.trained_head import Trained
 
     found = Trained(tmp_path_factory.mktemp("pair"))
+    stated(found.target)
     words = {letter: place for place, letter in enumerate(LETTERS)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="a"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

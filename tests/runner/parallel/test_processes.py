@@ -24,7 +24,7 @@ from slipstream.configs.schema import (
 from slipstream.runner.messages import AddRequest, SamplingParams
 from slipstream.server.engine.engine_client import Backoff, EngineClient, EngineDead, WorkerFailed
 
-from ...speculators.tiny_engine import TinyEngine, save_llama
+from ...speculators.tiny_engine import TinyEngine, save_llama, stated
 
 PROMPTS = [[3, 9, 27, 20], [7, 8]]
 
@@ -40,7 +40,7 @@ def configured(model: Path, size: int = 2) -> Config:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_llama(tmp_path_factory.mktemp("model"), layers=2)
+    return stated(save_llama(tmp_path_factory.mktemp("model"), layers=2))
 
 
 @pytest.fixture
