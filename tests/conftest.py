@@ -37,20 +37,16 @@ with contextlib.suppress(ImportError):  # a GPU machine may do without it
 
 # Folders and files of `tests` that each process of `make test` runs; the last one has all others. A
 # file or folder in another's folder goes to its own process. The first process waits for servers
-# for half of its time, so that three keep two cores busy. The other two take about the same time,
-# and the second does without transformers' models, whose import takes seconds.
-PARTS = (
+# for half of its time, so that three keep two cores busy. The other two need about the same time of
+# a processor.
+PARTS: tuple[tuple[str, ...], ...] = (
     ("end_to_end", "reliability"),
     (
         *("server", "configs", "deployment", "kernels", "speculators/draft_length"),
-        *("runner/batch", "runner/grammars", "runner/graphs", "runner/sampling"),
+        *("runner/batch", "runner/grammars", "runner/graphs", "runner/loading", "runner/sampling"),
         "runner/scheduling",
     ),
-    (
-        *("server/engine/test_sharing_engines.py", "server/hosts/test_sharing_nodes.py"),
-        *("speculators/draft_length/test_chosen_k.py", "runner/sampling/test_sampler_draw.py"),
-        "speculators/draft_length/test_measured_experts.py",
-    ),
+    (),
 )
 PROCESSES = len(PARTS)
 # So much do the others give way to the servers, whose tests measure times.
