@@ -65,7 +65,8 @@ def build_grammar_backend(
     """
     assert vocab_type in ("raw", "byte_fallback", "byte_level")
     tokens = [piece.encode() if isinstance(piece, str) else piece for piece in vocab[:vocab_size]]
-    return GrammarPool(Vocabulary(tokens, vocab_type, list(eos_ids), vocab_size))
+    stops = [index for index in eos_ids if 0 <= index < vocab_size]  # others are never chosen
+    return GrammarPool(Vocabulary(tokens, vocab_type, stops, vocab_size))
 
 
 class GrammarPool(GrammarBackend):

@@ -103,6 +103,10 @@ def byte_level_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
     return tokenizer
 
 
+def _is_token(index: Any, tokens: list[str]) -> bool:
+    return type(index) is int and 0 <= index < len(tokens)
+
+
 def gguf_config(metadata: dict[str, Any]) -> dict[str, Any]:
     """The header's tokenizer settings as the content of a tokenizer_config.json."""
     tokens = metadata["tokenizer.ggml.tokens"]
@@ -112,7 +116,7 @@ def gguf_config(metadata: dict[str, Any]) -> dict[str, Any]:
         *(("unk_token", "unknown"), ("pad_token", "padding")),
     ):
         index = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if index is not None and index < len(tokens):
+        if _is_token(index, tokens):
             config[name] = tokens[index]
     architecture = metadata.get("general.architecture", "")
     if length := metadata.get(f"{architecture}.context_length"):
@@ -134,11 +138,32 @@ def gguf_eos_ids(metadata: dict[str, Any]) -> list[int]:
     kinds = metadata.get("tokenizer.ggml.token_type") or []
     template = metadata.get("tokenizer.chat_template") or ""
     named = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
-    ids = [index for index in named if index is not None]
+    ids = [index for index in named if index is not None and _is_token(index, tokens)]
     for index, (token, kind) in enumerate(zip(tokens, kinds, strict=False)):
         if kind == _CONTROL and token in _END_OF_TURN and token in template:
             ids.append(index)
     return sorted(set(ids))
+
+
+def check_gguf_tokenizer(metadata: dict[str, Any]) -> None:
+    """Raise SystemExit with a reason if a header's tokenizer lacks parts or contradicts itself."""
+    tokens = metadata["tokenizer.ggml.tokens"]
+    key = "tokenizer.ggml.bos_token_id"  # other ids outside the vocabulary are as none
+    index = metadata.get(key) if metadata.get("tokenizer.ggml.add_bos_token") else None
+    if index is not None and not _is_token(index, tokens):
+        raise SystemExit(f"{key} is {index!r:.40}, but there are {len(tokens)} tokens")
+    if metadata.get("tokenizer.ggml.model") == "gpt2":
+        merges = metadata.get("tokenizer.ggml.merges")
+        if merges is None:
+            raise SystemExit("its header has no tokenizer.ggml.merges")
+        known = set(tokens)
+        for merge in merges:
+            parts = merge.split(" ")
+            if len(parts) != 2 or not known.issuperset(parts):
+                raise SystemExit(f"its merge {merge!r:.40} does not join two of its tokens")
+    for name in metadata.get("tokenizer.chat_templates") or []:
+        if f"tokenizer.chat_template.{name}" not in metadata:
+            raise SystemExit(f"its header has no tokenizer.chat_template.{name}")
 
 
 def convert_gguf(source: Path, folder: Path) -> None:
@@ -146,6 +171,7 @@ def convert_gguf(source: Path, folder: Path) -> None:
     metadata = read_gguf_metadata(source)
     if "tokenizer.ggml.tokens" not in metadata:
         raise SystemExit(f"{source} contains no tokenizer.")
+    check_gguf_tokenizer(metadata)
     plain = metadata.get("tokenizer.ggml.pre", "gpt-2") in {*_GPT2_SPLIT, *_SPLITS}
     config = gguf_config(metadata)
     if metadata.get("tokenizer.ggml.model") == "gpt2" and plain:
@@ -153,7 +179,15 @@ def convert_gguf(source: Path, folder: Path) -> None:
     else:
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+        except Exception as error:  # whatever transformers cannot read
+            known = ", ".join(sorted({*_GPT2_SPLIT, *_SPLITS}))
+            reason = " ".join(str(error).split()).rstrip(".")
+            raise SystemExit(
+                f"its tokenizer.ggml.pre is {metadata.get('tokenizer.ggml.pre')!r}, this server "
+                f"knows {known}, and transformers says: {reason}"
+            ) from error
         tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
     _write(folder / "tokenizer_config.json", config)
     _write(folder / "generation_config.json", {"eos_token_id": gguf_eos_ids(metadata)})

@@ -234,7 +234,7 @@ def test_masks_equal_those_of_the_library_itself(pool: GrammarPool) -> None:
 @pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, VOCAB_SIZE + 5])
 def test_without_a_stop_token_a_grammar_ends_with_its_text(vocab_size: int) -> None:
     """Also where the stop token that the library needs would be in the last word of a mask."""
-    backend = build_grammar_backend(VOCAB, "raw", [], vocab_size)
+    backend = build_grammar_backend(VOCAB, "raw", [vocab_size + 9], vocab_size)  # never chosen
     assert isinstance(backend, GrammarPool)
     try:
         matcher = backend.compile(GrammarSpec("regex", "[0-9]{2}(xy)?z")).result(LONG_SECONDS)

@@ -18,7 +18,12 @@ from tokenizers import Tokenizer as Backend
 from slipstream.server.text import tokenizer_source
 from slipstream.server.text.gguf_metadata import GGUFError, read_gguf_metadata
 from slipstream.server.text.tokenizer import Tokenizer, TokenizerLoadError
-from slipstream.server.text.tokenizer_convert import byte_level_tokenizer, gguf_config, gguf_eos_ids
+from slipstream.server.text.tokenizer_convert import (
+    byte_level_tokenizer,
+    check_gguf_tokenizer,
+    gguf_config,
+    gguf_eos_ids,
+)
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 TOKENS = ["<s>", "</s>", "<|im_end|>", "<think>", *ALPHABET, "he"]
@@ -347,3 +352,31 @@ def test_texts_are_split_as_the_published_tokenizers_of_deepseek_v2_and_coder_do
     assert pieces[at : at + len(cut)] == [f" {cut[0]}", *cut[1:]]
     for piece in ("Hello", " World", "'", "s", "1", "2", "\n", "()", "\u5e74"):
         assert piece in pieces
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"tokenizer.ggml.bos_token_id": 10**6}, "bos_token_id is 1000000, but there are 3 tokens"),
+        ({"tokenizer.ggml.merges": None}, "no tokenizer.ggml.merges"),
+        ({"tokenizer.ggml.merges": ["ab"]}, "merge 'ab' does not join two of its tokens"),
+        ({"tokenizer.ggml.merges": ["a q"]}, "merge 'a q' does not join"),
+        ({"tokenizer.chat_templates": ["rag"]}, "no tokenizer.chat_template.rag"),
+    ],
+    ids=str,
+)
+def test_a_gguf_tokenizer_that_contradicts_itself_is_named(
+    change: dict[str, Any], words: str
+) -> None:
+    whole: dict[str, Any] = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": ["a", "b", "ab"],
+        "tokenizer.ggml.merges": ["a b"],
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.ggml.eos_token_id": 2**32 - 1,  # as converters write "none"
+    }
+    check_gguf_tokenizer(whole)
+    assert gguf_eos_ids(whole) == [] and gguf_config(whole) == {"bos_token": "a"}
+    with pytest.raises(SystemExit, match=words):
+        check_gguf_tokenizer(whole | change)
