@@ -160,7 +160,7 @@ def packed_gated_linear(
         return GATED[activation](_wide_linear(x, weight, bias, norm, None))
     if isinstance(choice, Quantised):
         both = _quantised_linear(x, weight, bias, norm, None, dtype)
-        if coding is not None and coding.planar:
+        if coding is not None:
             return gate_and_code(both, activation, coding)
         return GATED[activation](both)
     if isinstance(choice, Codes):

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels import launch
-from slipstream.kernels.linear.linear_choice import Shape
 from slipstream.kernels.packed.choice import choose_packed
 from slipstream.kernels.packed.coded import (
     Coding,
@@ -19,7 +18,6 @@ from slipstream.kernels.packed.coded import (
     decode_rows,
     norm_and_code,
 )
-from slipstream.kernels.packed.coded_choice import choose_coded
 from slipstream.kernels.packed.coded_linear import coding_of
 from slipstream.kernels.packed.kinds import Codes, Quantised
 from slipstream.kernels.packed.linear import (
@@ -146,13 +144,13 @@ def test_a_row_does_not_depend_on_others(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["fp8 rows", "fp8 blocks"])
-@pytest.mark.parametrize("rows", [9, 64, 200])
+@pytest.mark.parametrize("rows", list(TILES))
 def test_graphs_equal_eager(name: str, rows: int) -> None:
     """A chain of layers that hand codes on, with dependent launches, is bit-equal in 20 replays."""
     first, second = made(name, 2048, 1024)[0], made(name, 1024, 1024)[0]
-    up, down = choose_packed(first, "gate_up", rows), choose_packed(second, "down", rows)
-    assert isinstance(up, Codes) and isinstance(down, Codes)
-    assert choose_coded(second, Shape("down", 1024, 1024), rows) == down
+    up = next(tile for tile in TILES[rows] if tile.block_n == 128)
+    up = replace(up, stages=3, by_group=int(name == "fp8 blocks"))
+    down = replace(TILES[rows][0], split_k=2)
     x, gain = torch.randn(rows, 1024, device="cuda").bfloat16(), torch.rand(1024, device="cuda")
     gain = gain.bfloat16()
 

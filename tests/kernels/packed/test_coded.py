@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -260,10 +261,13 @@ def test_codes_are_chosen_only_if_the_checkpoint_asks(monkeypatch: pytest.Monkey
         weight, _ = made(name, 64, 512)
         for role in ("qkv", "o", "gate_up", "down", "other"):
             assert not isinstance(choose_packed(weight, role, 1), Codes)
-            for rows in (2, 16, 64, 65, 256):
+            for rows in (2, 16, 17, 64, 65, 128, 129, 256):
                 choice = choose_packed(weight, role, rows)
-                if role in ("o", "other") and rows <= 64:
-                    assert isinstance(choice, Skinny)  # no kernel before it codes its input
+                if 16 < rows <= 64 or (role in ("o", "other") and rows <= 16):
+                    assert isinstance(choice, Skinny)  # as fast; or nothing before it codes
+                    continue
+                if rows > 128 and name == "fp8 rows":
+                    assert isinstance(choice, Quantised)
                     continue
                 assert isinstance(choice, Codes)
                 assert choice.split_k == 1 or role in ("qkv", "o", "down")
@@ -278,6 +282,19 @@ def test_codes_are_chosen_only_if_the_checkpoint_asks(monkeypatch: pytest.Monkey
     assert choose_coded(other, Shape("o", 64, 512), 16) is None
     monkeypatch.setattr(choices, "choose_coded", lambda *rest: None)
     assert isinstance(choose_packed(weight, "down", 16), Skinny)  # a table may prefer 16 bits
+
+
+def test_measured_tiles_come_before_the_rule() -> None:
+    from slipstream.kernels.packed.coded_choice import _MEASURED
+
+    made_of = {"kind": "fp8", "activations": "fp8-token", "row_group": 1, "order": None}
+    for (name, shape, bucket), choice in _MEASURED.items():
+        assert name == "fp8"
+        weight: Any = SimpleNamespace(**made_of, group=shape.inputs, columns=shape.inputs)
+        assert choose_coded(weight, shape, bucket) == choice
+        if choice is not None:
+            assert choice.block_m >= min(bucket, 128) and choice.block_k % 128 == 0
+            assert choice.split_k == 1 or shape.may_split
 
 
 def test_reordered_columns_are_not_coded() -> None:
