@@ -352,6 +352,9 @@ def compressed() -> None:
         turn(t(9, heads, 512), longs, cos_sin, inverse=True)
     turn(t(9, 64, 128), longs, cos_sin)
     tokens = pages.TokenRows(longs, longs)
+    own = pages.Pages(t(7, 32, 1, 512), tables, longs, 128, 4)
+    for newest, chosen in ((True, None), (False, None), (False, t(9, 512, dtype=I64))):
+        kernel("list_slots")(own, tokens, 512, newest, chosen)
     for rate, dim, width in ((4, 512, 2560), (4, 128, 2560), (128, 512, 1024)):
         pending = pages.Pages(t(7, 16, 1, width), tables, longs, 16)
         entries = pages.Pages(t(7, 128 // rate, 1, dim), tables, longs, 128, rate)

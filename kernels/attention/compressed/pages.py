@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...operation import operation
 from ...quant.e4m3 import unpack_latent
 from ...quant.latent_pages import pack_row, page_parts, unpack_row
 from ..paged_rows import Fp8Cache
@@ -120,25 +121,37 @@ def requests_of(query_start_loc: Tensor, num_tokens: int) -> Tensor:
     return torch.searchsorted(ends, each, right=True).clamp(max=ends.shape[0] - 1)
 
 
+def list_slots_reference(
+    pages: Pages,
+    tokens: TokenRows,
+    width: int,
+    newest: bool = False,
+    chosen: Tensor | None = None,
+) -> SlotList:
+    """The slots of up to `width` entries that each token sees, oldest first.
+
+    If it sees more, these are the oldest, or the `newest`; or those that are `chosen`, [M, width]
+    int64, in their order.
+    """
+    seen = (tokens.positions + 1) // pages.entry_tokens
+    counts = seen.clamp(max=width)
+    each = torch.arange(width, device=seen.device)
+    if chosen is None:
+        first = (seen - width).clamp(min=0) if newest else torch.zeros_like(seen)
+        chosen = first.unsqueeze(1) + each
+    slots = pages.slots_of(tokens.requests, chosen * pages.entry_tokens)
+    slots = torch.where(each < counts.unsqueeze(1), slots, -1)
+    return SlotList(slots.int(), counts.int())
+
+
+list_slots = operation(list_slots_reference, "tokens.positions", ".triton.list_slots")
+
+
 def window_slots(pages: Pages, tokens: TokenRows, window: int) -> SlotList:
     """The newest `window` raw rows that each token sees, its own included, oldest first."""
-    positions = tokens.positions
-    first = (positions - (window - 1)).clamp(min=0)
-    counts = (positions + 1).clamp(max=window)
-    return _listed(pages, tokens, first, counts, window, 1)
+    return list_slots(pages, tokens, window, True)
 
 
 def entry_slots(pages: Pages, tokens: TokenRows, most: int) -> SlotList:
     """All entries that each token sees, oldest first. `most` is a bound on their number."""
-    counts = ((tokens.positions + 1) // pages.entry_tokens).clamp(max=most)
-    return _listed(pages, tokens, torch.zeros_like(counts), counts, most, pages.entry_tokens)
-
-
-def _listed(
-    pages: Pages, tokens: TokenRows, first: Tensor, counts: Tensor, width: int, stride: int
-) -> SlotList:
-    each = torch.arange(width, device=first.device)
-    positions = (first.unsqueeze(1) + each) * stride
-    slots = pages.slots_of(tokens.requests, positions)
-    slots = torch.where(each < counts.unsqueeze(1), slots, -1)
-    return SlotList(slots.int(), counts.int())
+    return list_slots(pages, tokens, most)

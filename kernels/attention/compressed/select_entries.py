@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...device import use_triton
-from .pages import Pages, SlotList, TokenRows, entry_slots
+from .pages import Pages, SlotList, TokenRows, entry_slots, list_slots
 
 _SCORES = 1 << 26  # at a time; a long prefill is cut into parts of token rows
 _TOKENS = 32  # of the plain version at a time, since each gathers all of its keys
@@ -61,10 +61,7 @@ def _select(
         scores = score_entries_reference(query, weights, keys, tokens, most)
         # Of equal scores the oldest entries, so that a token's choice does not depend on `most`.
         chosen = scores.sort(dim=1, descending=True, stable=True)[1][:, :top_k]
-    counts = ((tokens.positions + 1) // keys.entry_tokens).clamp(max=top_k)
-    slots = entries.slots_of(tokens.requests, chosen * entries.entry_tokens)
-    valid = torch.arange(top_k, device=slots.device) < counts.unsqueeze(1)
-    return SlotList(torch.where(valid, slots, -1).int(), counts.int())
+    return list_slots(entries, tokens, top_k, False, chosen)
 
 
 def score_entries_reference(

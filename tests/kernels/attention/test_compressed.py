@@ -17,6 +17,7 @@ from slipstream.kernels.attention.compressed.pages import (
     SlotList,
     TokenRows,
     entry_slots,
+    list_slots_reference,
     requests_of,
     window_slots,
 )
@@ -93,6 +94,20 @@ def test_lists_of_slots_hold_what_a_token_sees() -> None:
 
 class TestTriton:
     pytestmark = interpreted
+
+    @pytest.mark.parametrize(("entry_tokens", "width"), [(1, 5), (4, 20), (4, 3)])
+    def test_list_slots(self, entry_tokens: int, width: int) -> None:
+        """Of entries that are the newest, the oldest, or chosen ones, among padded tokens."""
+        from slipstream.kernels.attention.compressed.triton.list_slots import list_slots
+
+        tokens, _ = tokens_of()
+        pages, rows = pages_of(4, entry_tokens, torch.float32), len(tokens.positions)
+        chosen = torch.randint(0, 9, (rows, width))
+        for newest, own in ((True, None), (False, None), (False, chosen)):
+            got = list_slots(pages, tokens, width, newest, own)
+            expected = list_slots_reference(pages, tokens, width, newest, own)
+            assert torch.equal(got.slots, expected.slots) and got.slots.dtype == torch.int32
+            assert torch.equal(got.counts, expected.counts) and got.counts.dtype == torch.int32
 
     @pytest.mark.parametrize("dtype", some(list(TOLERANCE), (torch.float16,)))
     @pytest.mark.parametrize("case", ["rotate", "norm", "weighted", "inverse"])
