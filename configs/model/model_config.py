@@ -77,6 +77,8 @@ def served_architecture(config: Mapping[str, Any]) -> str:
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
         raise NotServed(f"architectures must be a list of names, not {short(named)}.")
     kind = config.get("model_type")
+    if kind is not None and not isinstance(kind, str):
+        raise NotServed(f"model_type must be a name, not {short(kind)}.")
     if kind is not None and kind not in ARCHITECTURE_OF_TYPE and not set(named) - {*ARCHITECTURES}:
         named = named and [f"{named[0]} of model_type {short(kind)}"]
     if not named and not isinstance(kind, str):

@@ -231,8 +231,8 @@ def make_hf_config(raw: dict[str, Any], source: str, check_architecture: bool = 
     from transformers import CONFIG_MAPPING
 
     model_type = raw.get("model_type")
-    if model_type is None:
-        raise ModelLoadError(f"the config of {source} has no model_type.")
+    if not isinstance(model_type, str):
+        raise ModelLoadError(f"the config of {source} has no model_type that is a name.")
     if model_type not in CONFIG_MAPPING:
         raise ModelLoadError(f"transformers does not know the model_type {model_type!r}.")
     try:

@@ -97,3 +97,9 @@ def test_usual_settings_pass() -> None:
     yarn = {"rope_type": "yarn", "factor": 40, "beta_fast": 32, "mscale": 0, "mscale_all_dim": 1}
     check_numbers({"rope_scaling": yarn, "rope_theta": 10000, "final_logit_softcapping": 0})
     check_numbers({"rope_parameters": {"full_attention": {"rope_type": "default"}}, "n_group": 0})
+
+
+@pytest.mark.parametrize("kind", [None, 5, ["llama"], {}], ids=str)
+def test_a_drafters_model_type_is_a_name(kind: Any) -> None:
+    with pytest.raises(ModelLoadError, match="has no model_type that is a name"):
+        make_hf_config({"model_type": kind}, "it", check_architecture=False)
