@@ -126,8 +126,9 @@ def test_torch_multiplies_codes_that_norms_and_gates_have_written(rows: int) -> 
     coded, _ = norm_and_code(torch.zeros_like(x), x, gain.bfloat16(), 1e-5, coding)
     assert torch.equal(code_rows(x, coding), code_rows_reference(x, coding))
     gate, other = (decode_rows(coded, coding).double() @ wide.T).chunk(2, -1)
-    act = packed_gated_linear(coded, first, None, "silu", up, None, BF16, after)
-    close(decode_rows(act, after), torch.nn.functional.silu(gate) * other, 0.05)
+    for wants in (Coding(1024, True), after):
+        act = packed_gated_linear(coded, first, None, "silu", up, None, BF16, wants)
+        close(decode_rows(act, wants), torch.nn.functional.silu(gate) * other, 0.05)
     got = packed_linear(act, second, None, down, dtype=BF16)
     close(got, decode_rows(act, after).double() @ exact.T, 8e-3)
 
