@@ -138,10 +138,18 @@ def test_a_paused_process_takes_no_time_and_can_be_ended(tmp_path: Path) -> None
     command = [sys.executable, "-c", "while True: pass"]
     one = started.Started("busy", command, tmp_path / "log", [0], "7")
     own = started.psutil.Process(one.process.pid)
+    stopped = started.psutil.STATUS_STOPPED
+
+    def becomes(is_stopped: bool) -> bool:  # a signal reaches a running process at its next tick
+        until = time.monotonic() + 10
+        while (own.status() == stopped) != is_stopped and time.monotonic() < until:
+            time.sleep(0.01)
+        return (own.status() == stopped) == is_stopped
+
     one.pause()
-    assert own.status() == started.psutil.STATUS_STOPPED
+    assert becomes(True)
     one.resume()
-    assert own.status() != started.psutil.STATUS_STOPPED
+    assert becomes(False)
     one.pause()
     began = time.monotonic()
     one.end(grace=60.0)
