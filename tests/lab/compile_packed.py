@@ -97,9 +97,12 @@ def few() -> None:
         experts(name, QWEN, rows)
     coded(512, 1024)
     one("fp8", qkv, Skinny(64, 128, 4, 4, 2, 16), 9)
+    one("int4", qkv, Skinny(64, 256, 3, 4, 2, 128), 99)
     one("int4", gate_up, Skinny(128, 256, 2, 8, 1, 128), 99)
     check_instructions()
-    for kernel in kernels[-2:]:
+    subtractions = kernels[-1].asm["ptx"].count("sub.bf16x2")  # of 32 words of 4 codes a thread
+    assert subtractions >= 2 * 2 * 32, "rounded numbers keep the constant of their codes"
+    for kernel in kernels[-3:-1]:
         products, waits = (assembly(kernel).count(of) for of in ("HGMMA", "WARPGROUP.DEPBAR"))
         assert waits <= products // 4, "it waits for each instruction of the tensor cores"
     choice = Row(16, 5, 4, 2, sums=1)

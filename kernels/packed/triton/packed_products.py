@@ -8,10 +8,8 @@ import triton
 import triton.language as tl
 
 from ...launch import hash_functions
-from ...quant.triton.packed_codes import int4_codes, int4_parts, numbers, scaled_numbers
+from ...quant.triton.packed_codes import int4_codes, int4_parts, numbers
 from ...quant.triton.packed_scales import scaled
-
-FUSED_FACTOR = tl.constexpr(2.0**33)
 
 
 @triton.jit
@@ -39,20 +37,6 @@ def _rounded(tile, scale, offset, OFFSET: tl.constexpr):
 
 
 @triton.jit
-def _codes_times(codes, scale, ODD: tl.constexpr):
-    """(Codes of "int4" - 8) times scales [rows] in bfloat16, rounded once, divided by FUSED_FACTOR.
-
-    One instruction multiplies the tiny floats that masks make of codes, see `scaled_numbers`, and
-    subtracts 8 scales, which are exact.
-    """
-    up: tl.constexpr = 2.0**96 if ODD else 2.0**100
-    factor, less = _of_rows(scale * up, codes), _of_rows(scale * (-(2.0**-30)), codes)
-    return tl.inline_asm_elementwise(
-        "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [codes, factor, less], tl.bfloat16, True, 2
-    )
-
-
-@triton.jit
 def _side_by_side(tiles, first, COUNT: tl.constexpr):
     """COUNT tiles [rows, width] as one [rows, COUNT * width], which moves nothing."""
     rows: tl.constexpr = tiles[0].shape[0]
@@ -77,7 +61,6 @@ def add_span(
     scales,  # as of `add_products`
     zeros,
     FORM: tl.constexpr,  # as of `add_products`
-    FUSED: tl.constexpr,  # the sums are divided by FUSED_FACTOR, see `_codes_times`
 ):
     """`add_products` with few products: one for each group whose scales multiply sums, else one.
 
@@ -99,9 +82,7 @@ def add_span(
     of_slice = zeros
     if ZEROS == 1:
         of_slice = zeros[0], zeros[1 // PER], zeros[2 // PER], zeros[3 // PER]
-    if FUSED:
-        tiles = scaled_numbers(words, KIND, xs[0].dtype, ASSEMBLY)
-    elif PARTS:
+    if PARTS:
         tiles = int4_parts(words)
     else:
         tiles = numbers(words, of_slice, KIND, xs[0].dtype, ZEROS == 1, ASSEMBLY)
@@ -122,8 +103,6 @@ def add_span(
                 made += (scaled(tiles[i], scales[i], GROUP, E8M0),)
             elif GROUPS == 0:
                 made += (tiles[i],)
-            elif FUSED:
-                made += (_codes_times(tiles[i], scales[i // PER], i % 2),)
             else:
                 offset = scales[i // PER].to(tl.float32)
                 if ZEROS == 2:

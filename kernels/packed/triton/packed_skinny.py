@@ -34,7 +34,7 @@ from ...quant.triton.packed_scales import factors_of
 from ..choice import EXACT_ROWS
 from ..kinds import GATE_UP, PARTS, PLAIN
 from .arguments import product_arguments, scale_arguments
-from .packed_products import FUSED_FACTOR, add_span
+from .packed_products import add_products, add_span
 
 
 @triton.jit
@@ -60,6 +60,17 @@ def _inputs(
         g = tl.load(gain + column, mask=column < num_inputs, other=0.0).to(tl.float32)
         x = (wide * g[None, :]).to(x.dtype)
     return x, squares
+
+
+@triton.jit
+def _added(acc, words, xs, scales, zeros, FORM: tl.constexpr, PRODUCTS: tl.constexpr):
+    """`add_span`; or `add_products`, which adds each slice of rounded numbers by itself."""
+    ROUND: tl.constexpr = FORM[6]
+    if ROUND and PRODUCTS == FORM[0]:
+        acc = add_products(acc, words, xs, scales, zeros, FORM)
+    else:
+        acc = add_span(acc, words, xs, scales, zeros, FORM)
+    return acc
 
 
 @triton.jit(do_not_specialize=["num_rows", "split_k"])
@@ -106,8 +117,7 @@ def _packed_kernel(
     EARLY: tl.constexpr,  # words of a row prefetched before the input is ready
     DTYPE: tl.constexpr,
     ROUND: tl.constexpr,  # scales multiply numbers instead of sums, see `add_span`
-    PRODUCTS: tl.constexpr,  # of a span, see `add_span`
-    FUSED: tl.constexpr,
+    PRODUCTS: tl.constexpr,  # of a span, see `_added`
     ASSEMBLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -160,18 +170,15 @@ def _packed_kernel(
             s, z = factors_of(scales, zeros, sizes, ahead, n, more, FACTORS)
             if MODE == 2:
                 s_up, z_up = factors_of(scales, zeros, sizes, ahead, up, more, FACTORS)
-        acc = add_span(acc, w, xs, now, zero, FORM, FUSED)
+        acc = _added(acc, w, xs, now, zero, FORM, PRODUCTS)
         if MODE == 2:
             w = _tile(
                 *(w_source, num_outputs + n_start, k // SLICES, total_rows, num_words),
                 *(BLOCK_N, WIDTH, TMA),
             )
-            acc_up = add_span(acc_up, w, xs, now_up, zero_up, FORM, FUSED)
+            acc_up = _added(acc_up, w, xs, now_up, zero_up, FORM, PRODUCTS)
 
     inside = is_row[:, None] & (m < num_rows)[None, :]
-    if FUSED:
-        acc *= FUSED_FACTOR
-        acc_up *= FUSED_FACTOR
     if NORM:  # the scale of the whole row is applied last
         scale = tl.rsqrt(tl.sum(squares, 1) / num_inputs + eps)
         acc *= scale[None, :]
@@ -201,16 +208,6 @@ def _rounds(choice: Skinny, mode: int) -> bool:
     the rows of a decode or verify step, which rounds no weight."""
     sums = choice.block_m * choice.block_n // (32 * choice.num_warps)  # of a thread
     return choice.block_m > EXACT_ROWS and sums * (2 if mode == GATE_UP else 1) > 64
-
-
-def _fits_fused(weight: TiledWeight, x: Tensor) -> bool:
-    """Whether one instruction makes rounded numbers of codes and scales."""
-    dtypes = {x.dtype, weight.scales.dtype}
-    return (
-        weight.kind == "int4"
-        and weight.zeros is weight.offsets is None
-        and (dtypes == {torch.bfloat16} and not x.is_cpu)
-    )
 
 
 def multiply(
@@ -243,7 +240,10 @@ def multiply(
         tma = has_tma(x) and fits_tma(weight.words, x)
     w_source, x_source = weight.words, x
     arguments, rounds = scale_arguments(weight, x), _rounds(choice, mode)
-    products = 1 if rounds or weight.kind == "fp4" else max(arguments["GROUPS"], 1)
+    if rounds and weight.kind == "int4":
+        products = slices
+    else:
+        products = 1 if rounds or weight.kind == "fp4" else max(arguments["GROUPS"], 1)
     if tma:
         w_source = TensorDescriptor.from_tensor(weight.words, [choice.block_n, width])
         if norm is None:
@@ -271,7 +271,6 @@ def multiply(
         EARLY=early,
         ROUND=rounds,
         PRODUCTS=products,
-        FUSED=rounds and _fits_fused(weight, x),
         num_warps=choice.num_warps,
         num_stages=choice.stages,
         **options,

@@ -102,7 +102,11 @@ def test_one_row(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", some(["fp8 blocks", "int4 128 zeros", "int4 32 offsets"], kept=["int4 128 zeros"])
+    "name",
+    some(
+        ["fp8 blocks", "int4 128", "int4 128 zeros", "int4 32 offsets"],
+        kept=["int4 128", "int4 128 zeros"],
+    ),
 )
 def test_programs_of_many_rows_round_scaled_numbers(name: str) -> None:
     from slipstream.kernels.packed.triton import packed_skinny as kernel
