@@ -93,15 +93,15 @@ _HEAD = Shape("head", 128256, 4096)
 # The fastest on an H200 for Llama 3 8B, by format; unmeasured ones follow the rule above.
 # `Row` is chosen for these shapes only: no GPU has checked it with others.
 _ONE_ROW: Mapping[tuple[str, Shape], Gemv | Row | Direct] = {
-    ("fp8", _QKV): Row(16, 5, 4, 1, norm=0, early=8),
-    ("fp8", _O): Gemv(2, 1024, 4, ahead=2),
-    ("fp8", _GATE_UP): Row(16, 4, 2, 1, 2, norm=0, early=4),
-    ("fp8", _DOWN): Row(32, 4, 8, 1, 8),
+    ("fp8", _QKV): Direct(1, 8, 1),
+    ("fp8", _O): Direct(1, 4, 2, split_k=2),
+    ("fp8", _GATE_UP): Direct(1, 4, 1, norm=0),
+    ("fp8", _DOWN): Direct(1, 4, 4, split_k=2),
     ("fp8", _HEAD): Row(32, 3, 4, 1),
-    ("int4", _QKV): Row(16, 3, 4, 1, early=4),
-    ("int4", _O): Row(16, 2, 8, 1, 8, early=8),
-    ("int4", _GATE_UP): Row(16, 3, 4, 1),
-    ("int4", _DOWN): Row(16, 5, 4, 2, early=24),
+    ("int4", _QKV): Direct(1, 4, 1),
+    ("int4", _O): Direct(1, 4, 2, split_k=2),
+    ("int4", _GATE_UP): Row(16, 3, 4, 1, early=24),
+    ("int4", _DOWN): Direct(1, 8, 2),
     ("int4", _HEAD): Row(32, 3, 4, 1),
 }
 _GEMVS: Mapping[str, Mapping[str, Gemv]] = {
@@ -142,14 +142,16 @@ _INT4: Mapping[tuple[Shape, int], Sizes] = {
     (_HEAD, 16): (128, 3, 4, 1),
     (_QKV, 32): (128, 3, 4, 4),
     (_DOWN, 32): (128, 3, 4, 8),
-    (_QKV, 64): (64, 3, 4, 2),
+    (_QKV, 64): (64, 2, 4, 4),
+    (_O, 64): (64, 3, 4, 4),
     (_GATE_UP, 64): (128, 3, 8, 1),
+    (_DOWN, 64): (64, 3, 4, 4),
     (_QKV, 128): (64, 2, 4, 2),
     (_O, 128): (64, 3, 4, 2),
     (_GATE_UP, 128): (128, 3, 8, 1),
-    (_DOWN, 128): (128, 3, 8, 4, 128),
+    (_DOWN, 128): (64, 3, 4, 2, 128),
     (_QKV, 256): (64, 2, 4, 1),
-    (_O, 256): (128, 3, 8, 2, 128),
+    (_O, 256): (64, 3, 4, 1, 128),
     (_GATE_UP, 256): (64, 2, 4, 1),
     (_DOWN, 256): (128, 3, 8, 2, 128),
 }

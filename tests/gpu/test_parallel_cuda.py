@@ -18,6 +18,7 @@ import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ from safetensors.torch import save_file
 
 from slipstream.configs.schema import (
     GraphConfig,
-    ModelConfig,
     ParallelConfig,
     SpeculativeConfig,
 )
@@ -99,8 +99,9 @@ async def served(
         enable_expert_parallel=by_expert,
         disable_custom_all_reduce="SLIPSTREAM_TEST_NCCL" in os.environ,
     )
-    model = ModelConfig(model=str(folder / name), dtype=changes.pop("dtype", "float32"))
-    config = configured(folder / name, parallel, model=model, **changes)
+    dtype = changes.pop("dtype", "float32")
+    config = configured(folder / name, parallel, **changes)
+    config = replace(config, model=replace(config.model, dtype=dtype))
     client = EngineClient(config, backoff=Backoff(first=0.05))
     await client.start()
     try:

@@ -22,7 +22,7 @@ _FEW = 16  # with fewer programs of large heads, all splits work and a second ke
 _LEAST_KEYS = 128  # with more programs, a split is worthwhile from this number of keys on
 _ALONE = 16384  # up to this number of key values (keys x head size), one split does all the work
 _KEYS_OF_A_SPLIT = 128  # splits have at least this number of keys of the longest context
-_HOPPER_PREFILL = "0"  # where the environment does not say
+_HOPPER_PREFILL = "1"  # where the environment does not say
 _HOPPER_TILE_ROWS = 128
 # Measured on an H200 with `tests/lab/measure_ragged.py`, for heads of 128 values.
 _LONG = 512  # longer contexts are split even if all programs together fill the GPU
@@ -105,7 +105,7 @@ def num_splits(
 def hopper_prefill_wanted(query: Tensor) -> bool:
     """Whether long queries [T, Hq, D] should use the kernel for Hopper GPUs if it fits.
 
-    It does if SLIPSTREAM_HOPPER_PREFILL=1 and there are tiles for all multiprocessors.
+    It does if there are tiles for all multiprocessors, unless SLIPSTREAM_HOPPER_PREFILL=0.
     """
     card = card_of(query.device)
     if card is None or card.capability[0] != 9:

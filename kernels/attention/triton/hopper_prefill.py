@@ -40,7 +40,7 @@ class Form:
 
     block_n: int = 128  # keys of a block
     stages: int = 2  # blocks of keys, and of values, in shared memory
-    alternate: bool = False  # consumers take turns in issuing matrix products
+    alternate: bool = True  # consumers take turns in issuing matrix products
 
 
 @gluon.jit
