@@ -26,7 +26,7 @@ class Quantised:
 class Row:
     """A kernel for up to 16 rows on the tensor cores.
 
-    The next kernel sums the parts of a split, or the last program of some weight rows does.
+    The next kernel sums the parts of a split.
     """
 
     block_n: int  # weight rows of a program
@@ -36,7 +36,6 @@ class Row:
     spans: int = 4  # of a step; the warps share them
     norm: int = 1  # 1 = the kernel applies the norm before the layer; only of one row
     early: int = 16  # MiB of the matrix, at most, prefetched into L2 before the input is ready
-    sums: int = 0  # 1 = the last program sums the parts, and adds a residual
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ def few() -> None:
     for kernel in kernels[-3:-1]:
         products, waits = (assembly(kernel).count(of) for of in ("HGMMA", "WARPGROUP.DEPBAR"))
         assert waits <= products // 4, "it waits for each instruction of the tensor cores"
-    choice = Row(16, 5, 4, 2, sums=1)
+    choice = Row(16, 5, 4, 2)
     packed_linear(meta(1, 1024), tile_on_meta("int4", qkv), None, choice, None, meta(1, 512))
     assert not re.search(r"sub\.(rn\.)?bf16x2", kernels[-1].asm["ptx"]), "codes lose their constant"
     norm = meta(1024), 1e-5

@@ -17,7 +17,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ...device import cache_by_device
 from ...launch import fetch_early, fits_tma, has_tma, hash_functions, pdl_options, wait_for_inputs
 from ...linear.linear import Norm
 from ...linear.triton.gemv import gated
@@ -26,8 +25,6 @@ from ...quant.triton.packed_scales import factors_of_spans
 from ..kinds import GATE_UP, PARTS, PLAIN, WIDTH, Row, fits_row
 from .arguments import product_arguments, scale_arguments
 from .packed_products import add_spans, excess_of_spans, tile_of_spans, total_of_spans
-
-_MOST_BLOCKS = 4096  # programs that arrive at counters of their own
 
 
 @triton.jit(do_not_specialize=["num_rows", "split_k"])
@@ -45,8 +42,6 @@ def _packed_row_kernel(
     bias,  # [N] or [2 N]
     residual,  # [M, N]
     out,  # [M, N], or [split_k, M, N] float32
-    parts,  # [split_k, M, N] float32, if SUMS
-    arrivals,  # [N / BLOCK_N] int32, zeros before and after
     eps,
     num_rows,  # M
     num_outputs,  # N
@@ -76,7 +71,6 @@ def _packed_row_kernel(
     TMA: tl.constexpr,
     EARLY: tl.constexpr,  # lines of 128 bytes of a row prefetched before the input is ready
     DTYPE: tl.constexpr,
-    SUMS: tl.constexpr,  # the last program of some weight rows sums their parts
     RAW: tl.constexpr,  # codes of "int4" keep the constant that the assembly adds
     ASSEMBLY: tl.constexpr,
     PDL: tl.constexpr,
@@ -181,34 +175,9 @@ def _packed_row_kernel(
     at = m[None, :] * num_outputs + n[:, None]
     inside = is_row[:, None] & (m < num_rows)[None, :]
     size = num_rows * num_outputs
-    if SUMS:
-        tl.store(parts + part * size + at, y, mask=inside)
-        tl.debug_barrier()
-        counter = arrivals + n_start // BLOCK_N
-        arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-        if arrived == split_k - 1:
-            tl.debug_barrier()
-            total = tl.zeros(y.shape, tl.float32)
-            for each in range(split_k):  # in a fixed order; L1 may have lines from before
-                own = parts + each * size + at
-                total += tl.load(own, mask=inside, other=0.0, cache_modifier=".cg")
-            if RESIDUAL:
-                total += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-            tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
-            tl.store(counter, 0)
-    else:
-        if RESIDUAL:
-            y += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + part * size + at, y.to(out.dtype.element_ty), mask=inside)
-
-
-@cache_by_device
-def _arrivals(device: torch.device) -> Tensor:
-    """Counters, zero between launches, by which programs find out which of them is the last.
-
-    All layers of a device share them, since their kernels run one after another.
-    """
-    return torch.zeros(_MOST_BLOCKS, dtype=torch.int32, device=device)
+    if RESIDUAL:
+        y += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + part * size + at, y.to(out.dtype.element_ty), mask=inside)
 
 
 def multiply(
@@ -229,19 +198,13 @@ def multiply(
     assert norm is None or (mode != PARTS and num_rows == 1)
     num_outputs = weight.shape[0] // (2 if mode == GATE_UP else 1)
     num_blocks = triton.cdiv(num_outputs, choice.block_n)
-    sums = choice.sums > 0 and mode == PLAIN and norm is None and num_blocks <= _MOST_BLOCKS
-    split_k = choice.split_k if mode == PARTS or sums else 1
-    sums = sums and split_k > 1
+    split_k = choice.split_k if mode == PARTS else 1
     columns = slices * WIDTH
     step = columns * choice.spans
     part_columns = triton.cdiv(triton.cdiv(num_inputs, split_k), step) * step
-    parts = arrivals = x
-    if mode == PARTS or sums:
-        parts = torch.empty(split_k, num_rows, num_outputs, dtype=torch.float32, device=x.device)
-        out = parts
-    if sums:
-        arrivals = _arrivals(x.device)
-    if mode != PARTS:
+    if mode == PARTS:
+        out = torch.empty(split_k, num_rows, num_outputs, dtype=torch.float32, device=x.device)
+    else:
         out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
     gain = x[0] if norm is None else norm[0]
     block_m = 0 if num_rows == 1 else max(8, triton.next_power_of_2(num_rows))
@@ -265,8 +228,6 @@ def multiply(
     _packed_row_kernel[(num_blocks * split_k,)](
         *sources,
         out=out,
-        parts=parts,
-        arrivals=arrivals,
         part_columns=part_columns,
         split_k=split_k,
         **product_arguments(x, weight, mode, bias, activation, norm, residual),
@@ -276,7 +237,6 @@ def multiply(
         SPANS=choice.spans,
         TMA=tma,
         EARLY=_early_lines(weight, part_columns, choice.early) if options["PDL"] else 0,
-        SUMS=sums,
         # of float16 the constant is so large that sums would lose bits
         RAW=weight.kind == "int4" and (x.dtype == torch.bfloat16 or x.is_cpu),
         num_warps=choice.num_warps,

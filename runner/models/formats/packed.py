@@ -149,9 +149,7 @@ class PackedLayer(nn.Module):
     def adds(self, num_rows: int) -> bool:
         """True if the kernel for `num_rows` rows can add a residual itself."""
         choice = self._choice_for(num_rows)
-        if isinstance(choice, Row):
-            return choice.split_k == 1 or choice.sums > 0
-        if isinstance(choice, Direct):
+        if isinstance(choice, Row | Direct):
             return choice.split_k == 1
         return isinstance(choice, Gemv)
 

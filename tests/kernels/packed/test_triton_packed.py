@@ -173,21 +173,6 @@ def test_the_warps_of_a_program_share_the_columns_of_few_rows(name: str, mode: s
         close(parts.sum(0), product)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_the_last_program_sums_the_parts(rows: int) -> None:
-    """Counters are zero again after each launch, so that a second one gives the same."""
-    from slipstream.kernels.packed.triton import packed_row as kernel
-
-    x, weight, exact, bias = inputs("int4 128", rows, 37, 1280)
-    residual, choice = torch.randn(rows, 37).half(), replace(ROWS, split_k=3, sums=1)
-    expected = x.double() @ exact.T + bias.double() + residual.double()
-    for _ in range(2):
-        close(kernel.multiply(x, weight, choice, PLAIN, bias, residual=residual), expected)
-    assert not kernel._arrivals(x.device).any()
-    parts = kernel.multiply(x, weight, choice, PARTS)
-    assert parts.shape == (3, rows, 37)  # for a kernel that sums itself
-
-
 def test_no_tile_for_up_to_64_rows_rounds_weights() -> None:
     from slipstream.kernels.packed.triton.packed_skinny import _rounds
 
