@@ -18,7 +18,7 @@ from torch.nn import functional
 from ..linear.linear import GATED
 from ..linear.norm_rope import fused_add_rms_norm_reference, rms_norm_reference
 from ..operation import operation
-from ..quant.e4m3 import E4M3, LARGEST
+from ..quant.e4m3 import E4M3, LARGEST, scale_of
 from .coding import SPAN
 from .coding import Coding as Coding
 
@@ -37,7 +37,7 @@ def code_rows_reference(x: Tensor, coding: Coding) -> Tensor:
     spans = padded.view(rows, coding.spans, 2, SPAN // 2)
     over = spans if coding.by_group else spans.flatten(1)[:, None, None]
     largest = over.abs().amax((2, 3)).clamp(min=LEAST)  # [M, spans or 1]
-    scales = largest / LARGEST
+    scales = scale_of(largest)
     codes = (spans * (1 / scales)[:, :, None, None]).clamp(-LARGEST, LARGEST).to(E4M3)
     ordered = codes.view(torch.uint8).transpose(2, 3).reshape(rows, coding.num_codes)
     if coding.planar:

@@ -15,6 +15,15 @@ LATENT_TILE = 128  # latent values that share a scale
 _LEAST_SCALE = torch.finfo(torch.float32).tiny  # of a tile of zeros
 
 
+def scale_of(largest: Tensor) -> Tensor:
+    """The scale, `largest` / 448, with the rounding of kernels' divisions.
+
+    On a GPU torch multiplies by the rounded reciprocal of a number in place of dividing by it, but
+    it divides by a tensor.
+    """
+    return largest / torch.full_like(largest, LARGEST)
+
+
 def quantise(x: Tensor, scale: float | Tensor) -> Tensor:
     """x / scale as e4m3. `scale` is a number, or a float32 tensor that broadcasts to x."""
     if not isinstance(scale, Tensor):
@@ -42,7 +51,7 @@ def pack_latent(rows: Tensor, latent: int) -> Tensor:
     tiles = latent_tiles(latent)
     padded = torch.nn.functional.pad(values, (0, tiles * LATENT_TILE - latent))
     padded = padded.reshape(*values.shape[:-1], tiles, LATENT_TILE)
-    scales = (padded.abs().amax(-1) / LARGEST).clamp(min=_LEAST_SCALE)  # [..., tiles]
+    scales = scale_of(padded.abs().amax(-1)).clamp(min=_LEAST_SCALE)  # [..., tiles]
     codes = quantise(padded, scales.unsqueeze(-1)).flatten(-2)[..., :latent]
     parts = (codes, scales, rotary.to(torch.bfloat16))
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=-1)

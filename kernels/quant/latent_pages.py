@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .e4m3 import E4M3, LARGEST, quantise
+from .e4m3 import E4M3, quantise, scale_of
 
 PAGE_TILE = 64  # values that share a scale
 _LEAST = 1e-4  # a tile's scale is that of no smaller magnitude
@@ -53,7 +53,7 @@ def pack_row(rows: Tensor, latent: int) -> tuple[Tensor, Tensor]:
     tiles = -(-latent // PAGE_TILE)
     padded = torch.nn.functional.pad(values, (0, tiles * PAGE_TILE - latent))
     padded = padded.view(-1, tiles, PAGE_TILE)
-    least = padded.abs().amax(-1).clamp(min=_LEAST) / LARGEST
+    least = scale_of(padded.abs().amax(-1).clamp(min=_LEAST))
     mantissa, exponent = least.frexp()  # 0.5 <= mantissa < 1
     exponent = exponent - (mantissa == 0.5).int()  # [n, tiles]
     codes = quantise(padded, torch.ldexp(torch.ones_like(least), exponent)[..., None])
