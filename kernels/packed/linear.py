@@ -134,9 +134,9 @@ def packed_linear_parts(
         mode = PARTS if choice.split_k > 1 else PLAIN
         return coded_linear(x, weight, choice, dtype, mode, bias, norm)
     if not isinstance(choice, Skinny | Row | Direct) or not isinstance(weight, TiledWeight):
-        return packed_linear(x, weight, bias, choice, norm)
+        return packed_linear(x, weight, bias, choice, norm, dtype=dtype)
     if not _has_kernels(x) or (norm is not None and choice.norm):
-        return packed_linear(x, weight, bias, choice, norm)
+        return packed_linear(x, weight, bias, choice, norm, dtype=dtype)
     x, _ = _prepared(x, weight, norm, choice)
     return _multiply(x, weight, choice, PARTS, bias)
 

@@ -118,8 +118,9 @@ def _finite(head: nn.Module) -> None:
     found = dict(head.named_buffers())
     for name, part in _linears(head).items():
         if part.weight is None and part.packed is None:
-            # packed for a CPU: any product shows a number that is not finite
-            found[f"{name}.weight"] = part.forward(torch.zeros(1, part.in_features))
+            # Packed for a CPU: any product shows a number that is not finite. That of this rank's
+            # part alone, since the ranks load in threads, beside the collectives of steps.
+            found[f"{name}.weight"] = Linear.forward(part, torch.zeros(1, part.in_features))
     for name, tensor in found.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor.float()).all()):
             raise RunnerError(f"the drafter's {name} contains NaN or infinity")

@@ -122,6 +122,8 @@ def test_planar_rows_have_the_same_codes_and_are_multiplied_by_torch(
     monkeypatch.setattr(torch, "_scaled_mm", multiplied)
     for rows in (coded, normed, act):
         got = packed_linear(rows, weight, None, Quantised(), dtype=torch.float16)
+        parts = packed_linear_parts(rows, weight, None, Quantised(), dtype=torch.float16)
+        assert torch.equal(parts, got)
         close(got, decode_rows(rows, planar).double() @ exact.T)
     gate, up = (numbers.double() @ exact.T).chunk(2, -1)
     for wants in (Coding(24, False, planar=True), Coding(24, True)):
