@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slipstream.kernels.linear.linear_choice import Skinny
 from slipstream.kernels.packed import coded_linear
-from slipstream.kernels.packed.kinds import Codes
+from slipstream.kernels.packed.kinds import Codes, Quantised
 from slipstream.kernels.quant.packed import PackedWeight
 from slipstream.runner.models.formats.weight_format import WeightFormat
 from slipstream.runner.models.llama import DecoderLayer
@@ -88,3 +88,29 @@ def test_norms_and_the_gated_layer_code_what_the_next_layer_reads(
         error = (got - exact).norm() / exact.norm()
         assert 1e-4 < error < 0.08, error  # that of coded activations
     assert not own  # no kernel codes rows that another has written
+
+
+@pytest.mark.usefixtures("triton_interpreter")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, about inf and nan
+def test_in_wide_steps_torch_multiplies_what_norms_and_gates_have_coded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No layer of a step of more than 256 rows loses the dtype of its result on the way."""
+    x, stream = torch.randn(260, 256).half(), torch.randn(260, 256).half()
+    expected = run(block(), x, stream)
+    monkeypatch.setenv("SLIPSTREAM_TRITON", "1")
+    calls = []
+
+    def multiplied(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, **rest: Any) -> Tensor:
+        calls.append(b.shape[1])
+        return ((a.float() * scale_a) @ (b.float() * scale_b)).to(rest["out_dtype"])
+
+    monkeypatch.setattr(torch, "_scaled_mm", multiplied)
+    layer = block()
+    for path in PARTS:
+        packed = layer.get_submodule(path).packed
+        assert isinstance(packed._choice_for(260), Quantised)  # type: ignore[operator,union-attr]
+    got = run(layer, x, stream)
+    error = (got - expected).norm() / expected.norm()
+    assert 1e-4 < error < 0.08, error
+    assert calls == [512, 256, 512, 256]  # qkv, o, gate and up, down
