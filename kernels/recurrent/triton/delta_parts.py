@@ -11,6 +11,19 @@ from ...launch import hash_functions
 
 
 @triton.jit
+def row_fields(rows, rows_stride, row):
+    """Length, border, block, slot, start, lag and count of a row of `DeltaRows.values` [7, N*]."""
+    length = tl.load(rows + row)
+    border = tl.load(rows + rows_stride + row)
+    block = tl.load(rows + 2 * rows_stride + row).to(tl.int64)
+    slot = tl.load(rows + 3 * rows_stride + row).to(tl.int64)
+    start = tl.load(rows + 4 * rows_stride + row)
+    lag = tl.load(rows + 5 * rows_stride + row)
+    count = tl.load(rows + 6 * rows_stride + row)
+    return length, border, block, slot, start, lag, count
+
+
+@triton.jit
 def conv_weights(conv, channel, inside):
     """The four taps of each channel; conv: [channels, 4]."""
     w0 = tl.load(conv + channel * 4, mask=inside, other=0.0)

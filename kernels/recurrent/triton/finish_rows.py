@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...launch import hash_functions, pdl_options, wait_for_inputs
 from ..rows import DeltaRows, DeltaShape, DeltaState, OutputGate
+from .delta_parts import row_fields
 
 _CHANNELS = 512
 
@@ -36,13 +37,7 @@ def _move_log(
 
     Without a log, the inputs before the token after the row.
     """
-    length = tl.load(rows + row)
-    border = tl.load(rows + rows_stride + row)
-    block = tl.load(rows + 2 * rows_stride + row).to(tl.int64)
-    slot = tl.load(rows + 3 * rows_stride + row).to(tl.int64)
-    start = tl.load(rows + 4 * rows_stride + row)
-    lag = tl.load(rows + 5 * rows_stride + row)
-    count = tl.load(rows + 6 * rows_stride + row)
+    length, border, block, slot, start, lag, count = row_fields(rows, rows_stride, row)
     limit: tl.constexpr = LOG if LOG > 0 else 1
     count = tl.where(count > limit, 0, count)
     token = tl.load(query_start_loc + row).to(tl.int64)

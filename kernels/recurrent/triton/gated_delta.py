@@ -14,7 +14,7 @@ from torch import Tensor
 from ...launch import hash_functions, pdl_options, wait_for_inputs
 from ..rows import DeltaRows, DeltaShape, DeltaState, DeltaWeights, OutputGate, StateTable
 from .delta_chunks import absorb_bulk
-from .delta_parts import conv_weights, convolved, gates, normed
+from .delta_parts import conv_weights, convolved, gates, normed, row_fields
 from .finish_rows import finish_rows
 
 _ROWS = 128
@@ -127,13 +127,7 @@ def _step_kernel(
     are absorbed before the kernel waits for x."""
     row, head = tl.program_id(0), tl.program_id(1)
     channels: tl.constexpr = 2 * HK * DK + HV * DV + 2 * HV
-    length = tl.load(rows + row)
-    border = tl.load(rows + rows_stride + row)
-    block = tl.load(rows + 2 * rows_stride + row).to(tl.int64)
-    slot = tl.load(rows + 3 * rows_stride + row).to(tl.int64)
-    start = tl.load(rows + 4 * rows_stride + row)
-    lag = tl.load(rows + 5 * rows_stride + row)
-    count = tl.load(rows + 6 * rows_stride + row)
+    length, border, block, slot, start, lag, count = row_fields(rows, rows_stride, row)
     limit: tl.constexpr = LOG if LOG > 0 else 1
     count = tl.where(count > limit, 0, count)
     is_real = slot < num_slots - 1

@@ -10,9 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ....launch import hash_functions, pdl_options, wait_for_inputs
-from ..memory import PROGRAMS, WORDS, PacketMemory, gather_fits
+from ..memory import WORDS, PacketMemory, gather_fits
+from .exchange import send_words, words_of
 
-_PROGRAMS, _WORDS = tl.constexpr(PROGRAMS), tl.constexpr(WORDS)
+_WORDS = tl.constexpr(WORDS)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -34,21 +35,12 @@ def _rank_gather_kernel(
     wait_for_inputs(PDL)
     number = tl.load(sums + program) + 1
     own = tl.load(x + at, mask=inside, other=0)
-    packet = (own.to(tl.int64) & 0xFFFFFFFF) | (number.to(tl.int64) << 32)
-    place = ((number & 1) * _PROGRAMS + program) * RANKS
-    for rank in tl.static_range(RANKS):
-        if rank != RANK:
-            there = tl.multiple_of(peers[rank].to(tl.pointer_type(tl.int64)), 16)
-            tl.store(there + (place + RANK) * _WORDS + word, packet)
+    place = send_words(own, peers, number, program, RANK, RANKS)
     for rank in tl.static_range(RANKS):
         if rank == RANK:
             words = own
         else:
-            source = mine + (place + rank) * _WORDS + word
-            packet = tl.load(source, volatile=True)
-            while tl.min(((packet >> 32).to(tl.int32) == number).to(tl.int32), 0) == 0:
-                packet = tl.load(source, volatile=True)
-            words = packet.to(tl.int32)
+            words = words_of(rank, mine, number, place)
         tl.store(out + rank * count + at, words, mask=inside)
     tl.store(sums + program, number)
 

@@ -10,9 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ....launch import hash_functions, pdl_options, wait_for_inputs
-from ..memory import PROGRAMS, WORDS, PacketMemory, packets_fit
+from ..memory import WORDS, PacketMemory, packets_fit
+from .exchange import send_words, words_of
 
-_PROGRAMS, _WORDS = tl.constexpr(PROGRAMS), tl.constexpr(WORDS)
+_WORDS = tl.constexpr(WORDS)
 
 
 @triton.jit
@@ -56,23 +57,14 @@ def _rank_sum_kernel(
         value = tl.load(x + at, mask=inside, other=0.0)
     low, high = tl.split(value.to(dtype).to(tl.int16, bitcast=True).to(tl.int32))
     own = (low & 0xFFFF) | (high << 16)
-    packet = (own.to(tl.int64) & 0xFFFFFFFF) | (number.to(tl.int64) << 32)
-    place = ((number & 1) * _PROGRAMS + program) * RANKS
-    for rank in tl.static_range(RANKS):
-        if rank != RANK:
-            there = tl.multiple_of(peers[rank].to(tl.pointer_type(tl.int64)), 16)
-            tl.store(there + (place + RANK) * _WORDS + word, packet)
+    place = send_words(own, peers, number, program, RANK, RANKS)
     even = tl.zeros([_WORDS], tl.float32)
     odd = even
     for rank in tl.static_range(RANKS):
         if rank == RANK:
             words = own
         else:
-            source = mine + (place + rank) * _WORDS + word
-            packet = tl.load(source, volatile=True)
-            while tl.min(((packet >> 32).to(tl.int32) == number).to(tl.int32), 0) == 0:
-                packet = tl.load(source, volatile=True)
-            words = packet.to(tl.int32)
+            words = words_of(rank, mine, number, place)
         even += _value(words, dtype)
         odd += _value(words >> 16, dtype)
     total = tl.join(even, odd).to(dtype)
