@@ -69,7 +69,7 @@ _ABOVE_ZERO = (
 )
 _REALS = ("rms_norm_eps", "rope_theta", "routed_scaling_factor", "query_pre_attn_scalar", "hc_eps")
 _MAYBE_ZERO = ("final_logit_softcapping", "attn_logit_softcapping", "swiglu_limit")
-# The same of rotary embeddings, whose settings may be stated for each type of layer.
+# Positive numbers of rotary embeddings. A config may state them for each type of layer.
 _ROPE_REALS = (
     *("factor", "rope_theta", "low_freq_factor", "high_freq_factor"),
     *("beta_fast", "beta_slow", "attention_factor", "partial_rotary_factor"),
