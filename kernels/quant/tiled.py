@@ -7,6 +7,7 @@ numbers by shifts and masks alone: no code moves to another lane or register. `t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +17,8 @@ from torch.nn import functional
 from ..device import card_of, use_triton
 from .packed import NIBBLES, Activations, Kind, PackedWeight
 
+# Bits of a word at which the code of each slice of "fp4" has its fields, of 3 bits, and its sign.
+FP4_FIELDS, FP4_SIGNS = (6, 3, 0, 12), (15, 11, 9, 10)
 _PIECE_VALUES = 1 << 24  # codes converted at once, so that the copies stay small
 
 
@@ -24,8 +27,8 @@ class TiledWeight:
     """One matrix [N, K] of codes in words, and the scales as `PackedWeight` describes them.
 
     A span of `slices * slice_width` columns is `slice_width` words. Bits i * 16 / slices and up of
-    word j hold the code of column i * slice_width + j of the span. K is padded to whole spans
-    with zeros.
+    word j hold the code of column i * slice_width + j of the span; of "fp4", `FP4_FIELDS` and
+    `FP4_SIGNS` say which bits. K is padded to whole spans with zeros.
     """
 
     kind: Kind
@@ -230,17 +233,32 @@ def _words(values: Tensor, kind: Kind, spans: int, width: int) -> Tensor:
     slices = slices_of(kind)
     padded = functional.pad(codes, (0, spans * width * slices - codes.shape[1]))
     parts = padded.view(-1, spans, slices, width).int()
-    shifts = torch.arange(slices, device=values.device) * (16 // slices)
-    words = (parts << shifts[:, None]).sum(2, dtype=torch.int32)
+    words = _spread(parts, kind).sum(2, dtype=torch.int32)
     return words.to(torch.int16).flatten(1)  # keeps the low bits
+
+
+def _spread(codes: Tensor, kind: Kind) -> Tensor:
+    """Codes [n, spans, slices, width] at the bits of a word."""
+    if kind != "fp4":
+        return codes << _column(range(0, 16, 16 // slices_of(kind)), codes)
+    return (codes & 7) << _column(FP4_FIELDS, codes) | (codes >> 3) << _column(FP4_SIGNS, codes)
+
+
+def _column(bits: Iterable[int], like: Tensor) -> Tensor:
+    """Numbers of bits, one for each slice."""
+    return torch.tensor([*bits], device=like.device)[:, None]
 
 
 def _values(words: Tensor, weight: TiledWeight) -> Tensor:
     """Words [n, W] as the stored values [n, ...] of a `PackedWeight`."""
     slices, width = weight.slices, weight.slice_width
-    shifts = torch.arange(slices, device=words.device) * (16 // slices)
-    parts = words.view(words.shape[0], -1, 1, width).int() >> shifts[:, None]
-    codes = (parts & (15 if slices == 4 else 255)).to(torch.uint8).flatten(1)
+    parts = words.view(words.shape[0], -1, 1, width).int()
+    if weight.kind == "fp4":
+        codes = parts >> _column(FP4_FIELDS, parts) & 7
+        codes |= (parts >> _column(FP4_SIGNS, parts) & 1) << 3
+    else:
+        codes = parts >> _column(range(0, 16, 16 // slices), parts) & (15 if slices == 4 else 255)
+    codes = codes.to(torch.uint8).flatten(1)
     if weight.kind in NIBBLES:
         codes = codes[:, : weight.columns + weight.columns % 2]
         return codes[:, ::2] | (codes[:, 1::2] << 4)

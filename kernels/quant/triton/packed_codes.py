@@ -4,6 +4,9 @@ A register holds two words of neighbouring columns, so an instruction works on t
 bits of a code become the mantissa of a known number, which is then subtracted, or the fields of a
 float with a small exponent, which is then multiplied away. All of it is exact. (The NaN of fp8
 becomes 480.) Triton's interpreter knows no assembly, so plain versions compute the same for it.
+
+Integer operations pass half as fast as products, and bound the kernels of "fp4". So the bits of its
+codes lie where one shift takes sign and fields of bfloat16 to their place, or none, in two slices.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -16,6 +19,7 @@ import triton.language as tl
 
 from ...launch import hash_functions
 from ..packed import Kind
+from ..tiled import FP4_FIELDS, FP4_SIGNS
 
 KINDS = {"fp8": 0, "int8": 1, "int4": 2, "fp4": 3}  # values of KIND
 
@@ -30,25 +34,47 @@ def _assembly(lines: list[str], outputs: int) -> tl.constexpr:
     return tl.constexpr("{ .reg .b32 a, b, c;\n" + body + "\n}")
 
 
-def _floats(bits: int, dtype: str, shifts: tuple[int, ...], fields: int, factor: int) -> list[str]:
-    """Lines for floats of `bits` bits. Slice i has its sign at bit 15 after a shift to the left by
-    shifts[i]; a shift to the right brings its other bits under the mask `fields`."""
-    right = {("bf16", 8): 4, ("f16", 8): 1, ("bf16", 4): 6, ("f16", 4): 3}[dtype, bits]
-    lines = [f"mov.b32 c, {_twice(factor)};"]
-    for index, left in enumerate(shifts):
-        source = "IN"
-        if left:
-            lines.append(f"shl.b32 a, IN, {left};")
-            source = "a"
-        down = right - left
-        shift = f"shr.u32 b, IN, {down};" if down > 0 else f"shl.b32 b, IN, {-down};"
-        lines += [
-            shift,
-            f"and.b32 b, b, {_twice(fields)};",
-            f"lop3.b32 b, {source}, 0x80008000, b, 0xea;",  # (source & mask) | b
-            f"mul.rn.{dtype}x2 ${index}, b, c;",
-        ]
+def _fp8(dtype: str) -> list[str]:
+    """Lines for floats of 8 bits: the fields come under a mask, and the sign to bit 15."""
+    fields, right, factor = {"bf16": (0x07F0, 4, 0x7B80), "f16": (0x3F80, 1, 0x5C00)}[dtype]
+    return [
+        f"mov.b32 c, {_twice(factor)};",
+        "shl.b32 a, IN, 8;",
+        f"shl.b32 b, IN, {8 - right};",
+        f"and.b32 b, b, {_twice(fields)};",
+        "lop3.b32 b, a, 0x80008000, b, 0xea;",  # (a & mask) | b
+        f"mul.rn.{dtype}x2 $0, b, c;",
+        f"shr.u32 b, IN, {right};",
+        f"and.b32 b, b, {_twice(fields)};",
+        "lop3.b32 b, IN, 0x80008000, b, 0xea;",
+        f"mul.rn.{dtype}x2 $1, b, c;",
+    ]
+
+
+def _fp4_fields(dtype: str) -> list[str]:
+    """Lines for the floats of "fp4" before a factor, in the first four results."""
+    lowest = {"bf16": 6, "f16": 9}[dtype]  # the bit of the mantissa that is the last of a code
+    lines = []
+    for index, (field, sign) in enumerate(zip(FP4_FIELDS, FP4_SIGNS, strict=True)):
+        up, sign_up, mask = lowest - field, 15 - sign, 7 << lowest
+        if up == sign_up:
+            mask |= 0x8000
+        source = "a" if up else "IN"
+        if up:
+            lines.append(f"shl.b32 a, IN, {up};" if up > 0 else f"shr.u32 a, IN, {-up};")
+        lines.append(f"and.b32 ${index}, {source}, {_twice(mask)};")
+        if up != sign_up:
+            source = "a" if sign_up else "IN"
+            if sign_up:
+                lines.append(f"shl.b32 a, IN, {sign_up};")
+            lines.append(f"lop3.b32 ${index}, {source}, 0x80008000, ${index}, 0xea;")
     return lines
+
+
+def _fp4(dtype: str) -> list[str]:
+    factor = {"bf16": 0x7E80, "f16": 0x7400}[dtype]
+    lines = [f"mov.b32 c, {_twice(factor)};", *_fp4_fields(dtype)]
+    return lines + [f"mul.rn.{dtype}x2 ${index}, ${index}, c;" for index in range(4)]
 
 
 def _int8(dtype: str) -> list[str]:
@@ -110,10 +136,8 @@ def _masked(bits: int, dtype: str) -> list[str]:
     ]
 
 
-_FP8_BF16 = _assembly(_floats(8, "bf16", (8, 0), 0x07F0, 0x7B80), 2)  # times 2 ** 120
-_FP8_F16 = _assembly(_floats(8, "f16", (8, 0), 0x3F80, 0x5C00), 2)  # times 2 ** 8
-_FP4_BF16 = _assembly(_floats(4, "bf16", (12, 8, 4, 0), 0x01C0, 0x7E80), 4)  # times 2 ** 126
-_FP4_F16 = _assembly(_floats(4, "f16", (12, 8, 4, 0), 0x0E00, 0x7400), 4)  # times 2 ** 14
+_FP8_BF16, _FP8_F16 = _assembly(_fp8("bf16"), 2), _assembly(_fp8("f16"), 2)  # 2 ** 120, 2 ** 8
+_FP4_BF16, _FP4_F16 = _assembly(_fp4("bf16"), 4), _assembly(_fp4("f16"), 4)  # 2 ** 126, 2 ** 14
 _INT8_BF16, _INT8_F16 = _assembly(_int8("bf16"), 2), _assembly(_int8("f16"), 2)
 _INT4_BF16, _INT4_F16 = _assembly(_int4("bf16", True), 4), _assembly(_int4("f16", True), 4)
 
@@ -173,7 +197,12 @@ def _four(words, ASSEMBLY: tl.constexpr, DTYPE: tl.constexpr):
 @triton.jit
 def plain_numbers(words, INDEX: tl.constexpr, KIND: tl.constexpr):
     """The numbers of slice INDEX in float32, of "int4" before a zero is subtracted."""
-    if KIND >= 2:
+    if KIND == 3:  # of the bits of a float, see `FP4_FIELDS` and `FP4_SIGNS`
+        UP: tl.constexpr = 16 if INDEX == 0 else 19 if INDEX == 1 else 22 if INDEX == 2 else 10
+        SIGN: tl.constexpr = 16 if INDEX == 0 else 20 if INDEX == 1 else 22 if INDEX == 2 else 21
+        wide = words.to(tl.int32)
+        code = ((wide << SIGN) & -2147483648) | ((wide << UP) & 0x01C00000)
+    elif KIND == 2:
         code = (words.to(tl.int32) >> (4 * INDEX)) & 15
     else:
         code = (words.to(tl.int32) >> (8 * INDEX)) & 255
@@ -185,8 +214,7 @@ def plain_numbers(words, INDEX: tl.constexpr, KIND: tl.constexpr):
     elif KIND == 2:
         number = code.to(tl.float32)
     else:
-        bits = ((code & 8) << 28) | ((code & 7) << 22)
-        number = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2 ** 126
+        number = code.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2 ** 126
     return number
 
 

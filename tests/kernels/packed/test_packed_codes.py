@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from slipstream.kernels.quant.packed import Kind, PackedWeight  # noqa: E402
-from slipstream.kernels.quant.tiled import slices_of  # noqa: E402
+from slipstream.kernels.quant.tiled import FP4_FIELDS, FP4_SIGNS, slices_of  # noqa: E402
 from slipstream.kernels.quant.triton import packed_codes  # noqa: E402
 
 MASK = 0xFFFFFFFF
@@ -90,6 +90,9 @@ def test_every_word_becomes_its_numbers(name: str, kind: Kind, dtype: str) -> No
     codes = torch.stack(
         [words >> 16 // slices * i & 255 >> 8 - 16 // slices for i in range(slices)]
     )
+    if kind == "fp4":
+        fields = torch.stack([words >> bit & 7 for bit in FP4_FIELDS])
+        codes = fields | torch.stack([(words >> bit & 1) << 3 for bit in FP4_SIGNS])
     if kind == "fp8":
         words = words[((codes & 127) != 127).all(0)]  # no NaN
         codes = codes[:, ((codes & 127) != 127).all(0)]
