@@ -68,6 +68,9 @@ def test_it_equals_the_reference(
     options = dict(options)
     sinks = torch.randn(options.pop("sinks", 0)).cuda()
     rule = AttentionRule(scale=dim**-0.5, sinks=sinks if len(sinks) else None, **options)
+    for row, (new, total) in enumerate(lengths):  # pages before the window are another request's
+        first = max(0, total - new - (rule.sliding_window or total) + 1) // page
+        cache[:, rows.block_table[row, :first].long()] = float("nan")
     query = torch.randn(len(rows.slot_mapping), heads[0] + 1, dim).bfloat16().cuda()[:, 1:]
     assert fits(query, cache, rows, rule)
     out = torch.full((len(query), heads[0], dim), float("nan")).bfloat16().cuda()

@@ -61,7 +61,9 @@ def attention() -> None:
         run(query, cache, PagedRows(*where), rule, splits)
         if (dim, queries, dtype) == (128, 200, BF16):
             hopper = module("hopper_prefill").hopper_prefill
-            hopper(query, cache, PagedRows(*where), rule, t(*query.shape))
+            for window in (None, 512):
+                windowed = replace(rule, sliding_window=window)
+                hopper(query, cache, PagedRows(*where), windowed, t(*query.shape))
         if dtype is BF16 and queries in (1, 100):  # the kernels of `--batch-invariant`
             out = t(4 * queries, heads * group, rule.head_dim_v or dim)
             for alone in (False, True):

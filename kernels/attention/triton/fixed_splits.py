@@ -147,9 +147,10 @@ def _fixed_kernel(
     flat = (start + within).to(tl.int64) * Q_HEADS + head
     # keys [low, high) are visible to some row
     high = tl.minimum(seq_len, seq_len - query_len + first + BLOCK_Q)
-    low = 0
+    low, first_visible = 0, None
     if WINDOW > 0:
-        low = tl.maximum(0, seq_len - query_len + first - WINDOW + 1) // BLOCK_N * BLOCK_N
+        first_visible = tl.maximum(0, seq_len - query_len + first - WINDOW + 1)
+        low = first_visible // BLOCK_N * BLOCK_N
     begin, end = low // SPLIT_KEYS, tl.cdiv(tl.maximum(high, 0), SPLIT_KEYS)
     if not ALONE:
         own = tl.program_id(2)
@@ -177,7 +178,7 @@ def _fixed_kernel(
                 (own_top, own_total, own_acc), q, q_rest, position,
                 (key_cache, value_cache, k_stride_b, k_stride_t, k_stride_h,
                  v_stride_b, v_stride_t, v_stride_h),
-                table, kv_head, key_start, high, scale, softcap, DIMS, FORM,
+                table, kv_head, key_start, first_visible, high, scale, softcap, DIMS, FORM,
             )  # fmt: skip
         top, total, acc = _merge(top, total, acc, own_top, own_total, own_acc)
 

@@ -98,14 +98,18 @@ def _find_tile(query_start_loc, seq_lens, tiles, turn, num_reqs, longer_than,
 
 
 @gluon.jit
-def _find_rows(table, key_start, high, no_page, PAGE: gl.constexpr, PIECE: gl.constexpr,
-               BLOCK_N: gl.constexpr):  # fmt: skip
-    """The first cached row of each piece of a block of keys; of pages from `high` on a row beyond
-    the cache, where copies read zeros."""
+def _find_rows(table, key_start, low, high, no_page, PAGE: gl.constexpr, PIECE: gl.constexpr,
+               BLOCK_N: gl.constexpr, WINDOW: gl.constexpr):  # fmt: skip
+    """The first cached row of each piece of a block of keys. Pieces without a key in [low, high)
+    get a row beyond the cache, where copies read zeros: a page before the window may hold another
+    request's values by now, which need not be finite."""
     rows = ()
     for i in gl.static_range(BLOCK_N // PIECE):
         at = key_start + i * PIECE
-        page = gl.load(table + at // PAGE, mask=at < high, other=no_page)
+        used = at < high
+        if WINDOW > 0:
+            used = used & (at + PIECE > low)
+        page = gl.load(table + at // PAGE, mask=used, other=no_page)
         rows = rows + (page * PAGE + at % PAGE,)  # type: ignore[assignment]
     return rows
 
@@ -140,12 +144,13 @@ def produce(
     )  # fmt: skip
     fill = 0  # blocks copied
     for turn in range(mine):
-        request, start, _, _, first, head_block, high, high_block, count = _find_tile(
+        request, start, _, cached, first, head_block, high, high_block, count = _find_tile(
             query_start_loc, seq_lens, tiles, turn, num_reqs, longer_than,
             HEAD_BLOCKS, BLOCK_Q, BLOCK_R, BLOCK_N, WINDOW,
         )  # fmt: skip
         table = block_table + gl.cast(request, gl.int64) * table_stride
         column = head_block * HEADS // GROUP * DIM
+        low = cached + first - WINDOW + 1
         mbarrier.wait(q_empty, (turn & 1) ^ 1)
         mbarrier.expect(q_full, 2 * ROWS * DIM * 2)
         for part in gl.static_range(2):
@@ -156,7 +161,7 @@ def produce(
         for step in range(count):
             slot, phase = fill % STAGES, (fill // STAGES) & 1
             key_start = (high_block - step) * BLOCK_N
-            rows = _find_rows(table, key_start, high, no_page, PAGE, PIECE, BLOCK_N)
+            rows = _find_rows(table, key_start, low, high, no_page, PAGE, PIECE, BLOCK_N, WINDOW)
             mbarrier.wait(k_empty.index(slot), phase ^ 1)
             _copy_block(
                 k_source, k_pieces, k_full.index(slot), slot, rows, column, DIM, PIECE, BLOCK_N

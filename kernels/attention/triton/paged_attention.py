@@ -155,7 +155,7 @@ def _attention_kernel(
             (top, total, acc), q, q_rest, position,
             (key_cache, value_cache, k_stride_b, k_stride_t, k_stride_h,
              v_stride_b, v_stride_t, v_stride_h),
-            block_table + request.to(tl.int64) * table_stride, kv_head, key_start, high,
+            block_table + request.to(tl.int64) * table_stride, kv_head, key_start, None, high,
             scale, softcap, DIMS, FORM,
         )  # fmt: skip
 

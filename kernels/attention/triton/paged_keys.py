@@ -84,6 +84,7 @@ def absorb_tile(
     table,  # pointer to the request's row of the block table
     kv_head,
     key_start,
+    low,  # keys before it are not read; None if no tile has any
     high,  # keys from here on are not read
     scale,
     softcap,
@@ -102,6 +103,8 @@ def absorb_tile(
     dim = tl.arange(0, DIMS[3])
     at = key_start + tl.arange(0, BLOCK_N)  # [BLOCK_N] key position
     exists = at < high
+    if low is not None:  # their pages may hold another request's values by now
+        exists = exists & (at >= low)
     page = tl.load(table + at // PAGE, mask=exists, other=0).to(tl.int64)
     k_row = cache[0] + page * cache[2] + (at % PAGE) * cache[3] + kv_head * cache[4]
     if PACKED:
