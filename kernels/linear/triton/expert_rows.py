@@ -21,7 +21,8 @@ from torch import Tensor
 from ...launch import hash_functions, pdl_options, wait_for_inputs
 from .one_row_experts import activated
 
-FEW = 256  # up to this number of rows, float32 parts are small
+FEW = 256  # up to this number of rows, the next kernel sums the parts
+NARROW = FEW + 1  # from this number of rows on, parts have the dtype of x; below they are float32
 _PAIRS = 1024  # (row, choice) pairs that the listing kernel reads at a time
 
 
@@ -162,6 +163,7 @@ class Work:
     block_m: int  # rows of a tile
     splits: int  # programs that share the rows of an expert
     one_row: bool
+    by_pair: bool = False  # candidate i is the expert of pair i; otherwise expert i
 
     def grid(self, outputs: int, block_n: int) -> tuple[int, int, int]:
         """The programs of a product: by tile of the outputs, candidate and split."""
@@ -187,16 +189,15 @@ def work_for(
     splits = 1
     if num_rows > FEW:
         splits = triton.next_power_of_2(triton.cdiv(pairs, num_experts * block_m))
-    candidates = min(pairs, num_experts)
+    candidates, by_pair = min(pairs, num_experts), pairs < num_experts
     listed = torch.empty(2, candidates, dtype=torch.int32, device=ids.device)
     order = torch.empty(candidates, num_rows, dtype=torch.int32, device=ids.device)
     _list_kernel[(candidates,)](
         ids, listed[0], listed[1], order, pairs, num_rows,
-        BY_PAIR=pairs < num_experts, BLOCK=_PAIRS, num_warps=4, **pdl_options(ids),
+        BY_PAIR=by_pair, BLOCK=_PAIRS, num_warps=4, **pdl_options(ids),
     )  # fmt: skip
-    return Work(
-        listed[0], listed[1], order, weights, num_rows, top_k, block_m, splits, one_row=False
-    )
+    rows = (num_rows, top_k, block_m, splits)
+    return Work(listed[0], listed[1], order, weights, *rows, one_row=False, by_pair=by_pair)
 
 
 def both_products(
@@ -207,28 +208,36 @@ def both_products(
     spare: int = 0,
     absent: bool = False,
     fixed: bool = False,
+    narrow: int | None = None,
 ) -> Tensor:
     """Let `multiply(gated, source, out)` compute the inner values of all pairs, [T * k, I], and
     from these the parts that `kernels.linear.moe.expert_parts` returns; if `fixed`, [k, T, H] in
-    the dtype of x for any number of rows."""
+    the dtype of x for any number of rows. See `empty_parts` for `narrow`."""
     x = x.contiguous()
     inner = torch.empty(work.num_rows * work.top_k, inner_size, dtype=x.dtype, device=x.device)
     if fixed:
         parts = x.new_empty(work.top_k, *x.shape)
     else:
-        parts = empty_parts(x, work.top_k, spare, absent)
+        parts = empty_parts(x, work.top_k, spare, absent, narrow)
     multiply(True, x, inner)
     multiply(False, inner, parts)
     return parts if fixed or work.num_rows <= FEW else whole(parts, x)
 
 
-def empty_parts(x: Tensor, top_k: int, spare: int, absent: bool = False) -> Tensor:
+def empty_parts(
+    x: Tensor, top_k: int, spare: int, absent: bool = False, narrow: int | None = None
+) -> Tensor:
     """Memory for the parts of rows x [T, H]: [k + spare, T, H] float32; for many rows [k, T, H] in
-    the dtype of x. It is zero if some experts are `absent`, whose parts nothing writes."""
-    few = x.shape[0] <= FEW
+    the dtype of x. It is zero if some experts are `absent`, whose parts nothing writes.
+
+    From `narrow` rows on (default `NARROW`) parts without spare ones have the dtype of x, too.
+    """
+    num_rows = x.shape[0]
+    few = num_rows <= FEW
+    wide = few and (spare > 0 or num_rows < (NARROW if narrow is None else narrow))
     shape = (top_k + spare if few else top_k, *x.shape)
     create = torch.zeros if absent else torch.empty
-    return create(shape, dtype=torch.float32 if few else x.dtype, device=x.device)
+    return create(shape, dtype=torch.float32 if wide else x.dtype, device=x.device)
 
 
 def whole(parts: Tensor, x: Tensor) -> Tensor:

@@ -12,10 +12,13 @@ from ...launch import hash_functions
 
 @triton.jit
 def load_parts(pointers, inside, stride, PARTS: tl.constexpr):
-    """Load the values at `pointers`, or sum PARTS parts that are `stride` apart, in order."""
+    """Load the values at `pointers`, or sum PARTS parts that are `stride` apart, in order and in
+    float32."""
     value = tl.load(pointers, mask=inside, other=0.0)
+    if PARTS > 0:
+        value = value.to(tl.float32)
     for part in tl.static_range(1, PARTS):
-        value += tl.load(pointers + part * stride, mask=inside, other=0.0)
+        value += tl.load(pointers + part * stride, mask=inside, other=0.0).to(tl.float32)
     return value
 
 
