@@ -34,6 +34,7 @@ _SPEC_DOC = (
     'a method such as ngram or off, or a JSON object such as {"method":"eagle3","model":"M"}'
 )
 _CONFIG_DOC = "YAML file of settings, named as the flags are"
+_MERGE = "tag:yaml.org,2002:merge"  # the key `<<`, which may stand more than once
 Layer = dict[str, Any]  # option name -> value; _SPEC -> SpeculativeConfig
 
 
@@ -208,13 +209,37 @@ def _environment_layer(environ: Mapping[str, str]) -> Layer:
     return layer
 
 
+class _RepeatedKey(Exception):
+    """Two settings of one name, of which YAML would silently take the second."""
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """Reads plain values, and no mapping with a key that stands twice."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == _MERGE:
+                continue
+            name, line = (key.tag, key.value), key.start_mark.line + 1
+            if name in lines:
+                raise _RepeatedKey(
+                    f"{key.value!r} is set twice, in lines {lines[name]} and {line}; keep one of "
+                    "them"
+                )
+            lines[name] = line
+        return super().construct_mapping(node, deep)
+
+
 def read_file(path: Path) -> Layer:
     """The settings in a YAML file.
 
     Raises ConfigError if the file cannot be read, is not YAML, or has an unknown key or a value of
     the wrong type."""
     try:
-        content = yaml.safe_load(path.read_text())
+        content = yaml.load(path.read_text(), _UniqueKeys)
+    except _RepeatedKey as error:
+        raise ConfigError(f"--config {path}: {error}") from None
     except OSError as error:
         raise ConfigError(
             f"cannot read --config {path}: {(error.strerror or str(error)).lower()}"

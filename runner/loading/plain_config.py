@@ -22,7 +22,7 @@ _LLAMA3 = {
 
 def plain_config(raw: Mapping[str, Any], needs_eos: bool = True) -> Any | None:
     """A config with the values that our models read; None if transformers must parse `raw`."""
-    if not _is_plain(raw) or (needs_eos and raw.get("eos_token_id") is None):
+    if not _is_plain(raw) or (needs_eos and "eos_token_id" not in raw):
         return None
     window = _sliding_window(raw)
     if window is None:
@@ -46,23 +46,36 @@ def _is_plain(raw: Mapping[str, Any]) -> bool:
         and type(raw.get("tie_word_embeddings")) is bool
         and raw.get("hidden_act", "silu") == "silu"
         and all(type(bias) is bool for bias in biases)
-        and not raw.get("layer_types")
+        and _has_full_layers(raw)
         and raw.get("model_type") in ("llama", "mistral", "qwen2", "qwen3")
         and (raw["model_type"] != "qwen3" or head_dim is not None)
         and _has_plain_rope(raw)
     )
 
 
+def _has_full_layers(raw: Mapping[str, Any]) -> bool:
+    kinds = raw.get("layer_types")
+    if not isinstance(kinds, list):
+        return kinds is None
+    return len(kinds) == raw["num_hidden_layers"] and set(map(str, kinds)) == {"full_attention"}
+
+
 def _has_plain_rope(raw: Mapping[str, Any]) -> bool:
-    """True for default rotary embeddings and for Llama 3's scaling."""
-    if raw.get("rope_parameters") or raw.get("partial_rotary_factor"):
+    """True for default rotary embeddings and for Llama 3's scaling.
+
+    Transformers 5 writes either one, with its theta, into `rope_parameters`.
+    """
+    rope, scaling, theta = (raw.get(f"rope_{n}") for n in ("parameters", "scaling", "theta"))
+    if raw.get("partial_rotary_factor"):
         return False
-    if type(raw.get("rope_theta")) not in (int, float):
+    if rope is not None:
+        if scaling is not None or theta is not None or not isinstance(rope, dict):
+            return False  # transformers decides which of them counts
+        scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
+        theta = rope.get("rope_theta")
+    if type(theta) not in (int, float):
         return False
-    scaling = raw.get("rope_scaling")
-    if scaling is None:
-        return True
-    return (
+    return scaling in (None, {"rope_type": "default"}) or (
         isinstance(scaling, dict) and set(scaling) == _LLAMA3 and scaling["rope_type"] == "llama3"
     )
 

@@ -101,7 +101,8 @@ def _exact(value: Any) -> Fraction:
 
 def _refuse_empty(schema: Schema, low: Fraction | None, high: Fraction | None) -> None:
     if low is not None and high is not None and low > high:
-        raise SchemaError(f"no {schema['type']} with up to six decimals lies between its limits")
+        kind = "integer" if schema["type"] == "integer" else "number with up to six decimals"
+        raise SchemaError(f"no {kind} lies between its limits")
 
 
 def _multiples(schema: Schema, low: Fraction, high: Fraction, factor: Fraction) -> Schema:

@@ -117,6 +117,11 @@ def test_errors_name_flag_and_value(arguments: list[str], words: str) -> None:
         ("otlp_traces_endpoint: foo", "--otlp-traces-endpoint 'foo': must be a URL"),
         ("- port", "each line must have the form name: value"),
         ("a: b: c", "not valid YAML in line 1"),
+        ("port: 1\nhost: a\nport: 2", r"my.yaml: 'port' is set twice, in lines 1 and 3; keep one"),
+        (
+            "speculative_config: {method: ngram, method: off}",
+            "'method' is set twice, in lines 1 and 1",
+        ),
         ("speculative_config: {method: ngrm}", "did you mean ngram"),
     ],
 )

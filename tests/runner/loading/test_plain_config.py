@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,12 +36,36 @@ PLAIN = [
     LLAMA | {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 32},
     LLAMA | {"model_type": "qwen3", "use_sliding_window": False, "head_dim": 64},
 ]
+THETA = {"rope_type": "default", "rope_theta": 500000.0}
+SAVED = [  # by transformers 5
+    {},
+    {"rope_parameters": {**LLAMA3, "rope_theta": 300000.0}, "eos_token_id": None},
+    {"model_type": "mistral", "sliding_window": 512},
+    {"model_type": "qwen2", "use_sliding_window": False},
+    {"model_type": "qwen3", "use_sliding_window": False, "head_dim": 64, "eos_token_id": None},
+]
 NAMES = [name for name in LLAMA if name not in ("torch_dtype", "rope_theta")]
 
 
 @pytest.mark.parametrize("raw", PLAIN, ids=lambda raw: raw["model_type"])
 def test_a_plain_config_is_what_transformers_makes_of_it(raw: dict[str, Any]) -> None:
     ours, theirs = plain_config(raw), CONFIG_MAPPING[raw["model_type"]].from_dict(dict(raw))
+    _are_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("change", SAVED, ids=str)
+def test_what_transformers_saves_is_plain(change: dict[str, Any], tmp_path: Path) -> None:
+    """It writes rope_parameters, null for what is not set, and the kind of each layer."""
+    raw = {key: value for key, value in LLAMA.items() if key != "rope_theta"}
+    raw = raw | {"rope_parameters": THETA} | change
+    theirs = CONFIG_MAPPING[raw["model_type"]].from_dict(dict(raw))
+    theirs.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["rope_parameters"] and "rope_theta" not in saved
+    _are_equal(plain_config(saved), theirs)
+
+
+def _are_equal(ours: Any, theirs: Any) -> None:
     assert ours is not None
     for name in NAMES:
         assert getattr(ours, name) == getattr(theirs, name), name
@@ -66,8 +92,14 @@ def test_a_plain_config_is_what_transformers_makes_of_it(raw: dict[str, Any]) ->
         {"vocab_size": "512"},
         {"num_hidden_layers": True},
         {"tie_word_embeddings": None},
-        {"eos_token_id": None},
-        {"layer_types": ["full_attention"] * 3},
+        {"layer_types": ["full_attention"] * 2},
+        {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+        {"layer_types": []},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},  # rope_theta says more
+        {"rope_theta": None, "rope_parameters": {"rope_type": "default"}},
+        {"rope_theta": None, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}},
+        {"rope_theta": None, "rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+        {"rope_theta": None, "rope_parameters": [1e4]},
         {"hidden_act": "gelu"},
     ],
     ids=str,

@@ -105,6 +105,8 @@ def test_a_prepared_schema_allows_no_more_than_the_given_one(
         ({"allOf": [{"not": STR}]}, "'not'"),
         ({"allOf": [{"allOf": [{"uniqueItems": True, "type": "array"}]}]}, "'uniqueItems'"),
         ({"type": "string", "pattern": "^a+$", "allOf": [{"maxLength": 3}]}, "'maxLength'"),
+        ({"type": "integer", "exclusiveMinimum": 3, "exclusiveMaximum": 4}, "no integer lies"),
+        ({"type": "number", "minimum": 3, "maximum": 2}, "no number with up to six decimals lies"),
     ],
 )
 def test_unenforceable_keywords_are_refused_if_strict_and_dropped_otherwise(
