@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +33,11 @@ def gelu_tanh_and_mul_reference(x: Tensor) -> Tensor:
 
 
 gelu_tanh_and_mul = operation(gelu_tanh_and_mul_reference, "x", ".triton.activation")
+
+GATED: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu_and_mul,
+    "gelu_tanh": gelu_tanh_and_mul,
+}
 
 
 def sigmoid_gate_reference(x: Tensor, gate: Tensor) -> Tensor:

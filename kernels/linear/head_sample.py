@@ -17,7 +17,7 @@ from ..device import use_triton
 from ..operation import operation
 from ..sampling.sample import TARGET, gumbel_noise, gumbel_sample_reference, row_keys
 from .linear import linear
-from .linear_choice import Choice, Gemv
+from .linear_choice import Choice, Gemv, Wide
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ def sample_head(
     """
     if not use_triton(x):
         return sample_head_reference(x, weight, draws)
-    if choice is None:
-        return pick_rows(linear(x, weight), draws)
+    if choice is None or isinstance(choice, Wide):
+        return pick_rows(linear(x, weight, None, choice), draws)
     from .triton.head_sample import HeadRows
 
     if draws is None:

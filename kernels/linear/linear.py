@@ -1,4 +1,4 @@
-"""Linear layers for few rows, fused with a norm, bias, residual or gated activation.
+"""Linear layers, fused with a norm, bias, residual or gated activation.
 
 `choice` names the kernel (see `linear_choice`); torch computes the layer if it is None or Triton
 cannot be used. Kernels accumulate in float32 and round once, while the references round after each
@@ -7,20 +7,15 @@ of their steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..device import use_triton
-from .activation import gelu_tanh_and_mul, silu_and_mul
-from .linear_choice import Choice, Fixed, Gemv, Skinny
+from .activation import GATED
+from .linear_choice import Choice, Fixed, Gemv, Skinny, Wide
 from .norm_rope import rms_norm
+from .wide.products import multiply
 
-GATED: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": silu_and_mul,
-    "gelu_tanh": gelu_tanh_and_mul,
-}
 Norm = tuple[Tensor, float]  # weight [K], eps
 
 
@@ -36,10 +31,15 @@ def linear(
 
     x: [M, K]; weight: [N, K]; bias: [N]; residual: [M, N]. Returns [M, N] in the dtype of `x`.
     """
+    out: Tensor
     if choice is None or not use_triton(x):
         return linear_reference(x, weight, bias, norm, residual)
+    if isinstance(choice, Wide):
+        if bias is not None:
+            return linear_reference(x, weight, bias, norm, residual)
+        out = multiply(_normed(x, norm), weight, choice)
+        return out if residual is None else out + residual
     x, norm = _outside(x, norm, choice)
-    out: Tensor
     if isinstance(choice, Gemv):
         from .triton.gemv import linear as gemv
 
@@ -74,7 +74,7 @@ def linear_parts(
 
     Returns [M, N], or float32 parts [S, M, N] whose sum is the result.
     """
-    if choice is None or isinstance(choice, Gemv | Fixed) or not use_triton(x):
+    if choice is None or isinstance(choice, Gemv | Fixed | Wide) or not use_triton(x):
         return linear(x, weight, bias, choice, norm)
     x, norm = _outside(x, norm, choice)
     if norm is not None:
@@ -100,6 +100,10 @@ def gated_linear(
     """
     if choice is None or not use_triton(x):
         return gated_linear_reference(x, weight, bias, activation, norm)
+    if isinstance(choice, Wide):
+        if bias is not None:
+            return gated_linear_reference(x, weight, bias, activation, norm)
+        return multiply(_normed(x, norm), weight, choice, activation)
     x, norm = _outside(x, norm, choice)
     out: Tensor
     if isinstance(choice, Gemv):

@@ -53,7 +53,18 @@ class Fixed(Skinny):
     """
 
 
-Choice: TypeAlias = Gemv | Skinny | None  # None = torch (cuBLAS)
+@dataclass(frozen=True)
+class Wide:
+    """A kernel for many rows on Hopper's tensor cores, with a warp that only copies."""
+
+    block_n: int = 256  # weight rows of a tile; of gate_up, gates and ups together
+    stages: int = 4  # copies of 64 columns in shared memory
+    group: int = 16  # blocks of 128 rows that share weights in the L2 cache
+    lag: int = 0  # copies by which the second half of a tile's rows is late
+    norm: int = 0  # another kernel applies the norm
+
+
+Choice: TypeAlias = Gemv | Skinny | Wide | None  # None = torch (cuBLAS)
 
 
 @dataclass(frozen=True)
@@ -85,6 +96,10 @@ def fits(choice: Choice, shape: Shape, num_rows: int) -> bool:
         return False
     if isinstance(choice, Gemv):
         return num_rows == 1
+    if isinstance(choice, Wide):
+        of_copies = 64 * (choice.stages + choice.lag + 1)  # more than the ring in shared memory
+        outputs = shape.outputs // 2 if shape.role == "gate_up" else shape.outputs
+        return num_rows > BUCKETS[-1] and outputs % 8 == 0 and shape.inputs >= of_copies
     return choice.split_k == 1 or (shape.may_split and not choice.norm)
 
 
@@ -253,3 +268,7 @@ def _table() -> dict[tuple[Shape, int], Choice]:
 
 # (shape, bucket) -> fastest kernel on Hopper GPUs; torch computes all others
 H100_WINNERS: Mapping[tuple[Shape, int], Choice] = _table()
+
+# The kernels for more than 256 rows on Hopper GPUs: by role, the fewest rows that one is for. Torch
+# computes all others. Turned on it reads {"gate_up": (512, Wide())}.
+WIDE: Mapping[str, tuple[int, Wide]] = {}

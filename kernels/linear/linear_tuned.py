@@ -26,10 +26,12 @@ from ..device import card_of, use_triton
 from .linear_choice import (
     H100_WINNERS,
     ROLES,
+    WIDE,
     Choice,
     Gemv,
     Shape,
     Skinny,
+    Wide,
     bucket_of,
     default_choice,
     fits,
@@ -45,11 +47,18 @@ _SOURCES = ("linear_choice.py", "triton/gemv.py", "triton/skinny.py", "../launch
 
 
 class LinearChooser:
-    """Chooses kernels for a model; a `rule` chooses those of shapes without measurements."""
+    """Chooses kernels for a model; a `rule` chooses those of shapes without measurements, and
+    `wide` has those for more rows than any bucket, see `linear_choice.WIDE`."""
 
-    def __init__(self, winners: Winners, rule: Rule | None = None) -> None:
+    def __init__(
+        self,
+        winners: Winners,
+        rule: Rule | None = None,
+        wide: Mapping[str, tuple[int, Wide]] | None = None,
+    ) -> None:
         self._winners = winners
         self._rule = rule
+        self._wide = wide or {}
         self._chosen: dict[tuple[Shape, int], Choice] = {}
 
     def choose(self, shape: Shape, num_rows: int) -> Choice:
@@ -62,7 +71,8 @@ class LinearChooser:
     def _look_up(self, shape: Shape, num_rows: int) -> Choice:
         bucket = bucket_of(num_rows)
         if bucket is None:
-            return None
+            least, wide = self._wide.get(shape.role, (0, None))
+            return wide if num_rows >= least and fits(wide, shape, num_rows) else None
         choice = self._winners.get((shape, bucket))
         if (shape, bucket) not in self._winners and self._rule is not None:
             choice = self._rule(shape, num_rows)
@@ -84,7 +94,7 @@ def create_chooser(mode: str, device: torch.device, dtype: torch.dtype) -> Linea
     if mode == "auto" and not winners:
         return None
     rule = default_choice if mode == "triton" else hopper_choice if is_hopper else None
-    return LinearChooser(winners, rule)
+    return LinearChooser(winners, rule, WIDE if is_hopper else None)
 
 
 def card_name(device: torch.device) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..linear.linear import GATED
+from ..linear.activation import GATED
 from ..linear.norm_rope import fused_add_rms_norm_reference, rms_norm_reference
 from ..operation import operation
 from ..quant.e4m3 import E4M3, LARGEST, scale_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ..linear.linear_choice import Choice, Gemv
+from ..linear.linear_choice import Gemv, Skinny
 from ..quant.tiled import TiledWeight
 
 WIDTH = 64  # columns of a slice that the kernel of `Row` knows
@@ -71,7 +71,7 @@ class Codes:
     norm: int = 0  # the norm is another kernel, which writes codes
 
 
-PackedChoice: TypeAlias = Choice | Quantised | Row | Direct | Codes
+PackedChoice: TypeAlias = Gemv | Skinny | None | Quantised | Row | Direct | Codes
 
 
 def format_name(weight: TiledWeight) -> str:

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..device import use_triton
+from ..linear.activation import GATED
 from ..linear.head_sample import Draws, pick_rows
-from ..linear.linear import GATED, Norm
+from ..linear.linear import Norm
 from ..linear.linear_choice import Gemv, Skinny
 from ..linear.norm_rope import rms_norm
 from ..quant.tiled import TiledWeight, Weight

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from ...kernels.cpu.formats import StoredRows
 from ...kernels.cpu.matrix import Matrix
 from ...kernels.cpu.weight import QuantizedWeight, pack_any
+from ...kernels.linear.activation import GATED
 from ...kernels.linear.embedding import embedding
 from ...kernels.linear.head_sample import Draws, sample_head
-from ...kernels.linear.linear import GATED, Norm, gated_linear, linear, linear_parts
+from ...kernels.linear.linear import Norm, gated_linear, linear, linear_parts
 from ...kernels.linear.linear_choice import Choice, Gemv, Shape, Skinny
 from ...kernels.linear.norm_rope import fused_add_rms_norm, rms_norm
 from ...kernels.linear.streams import write_stream

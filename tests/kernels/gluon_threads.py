@@ -108,6 +108,8 @@ class Machine:
             maximum=self._extreme(torch.maximum), minimum=self._extreme(torch.minimum),
             max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis), exp2=torch.exp2,
             associative_scan=lambda x, axis, _add: x.cumsum(axis), num_warps=lambda: 4,
+            reshape=torch.reshape, permute=torch.permute, rsqrt=torch.rsqrt,
+            split=lambda x: x.unbind(-1),
             convert_layout=lambda x, _layout: x, cast=lambda x, to: torch.as_tensor(x).to(to),
             program_id=lambda _: torch.tensor(program),
             num_programs=lambda _: torch.tensor(num_programs), thread_barrier=plain,
@@ -206,7 +208,8 @@ class Machine:
         def compute() -> None:
             left = a if isinstance(a, Tensor) else a.load(None)
             product = left.float() @ b.load(None).float()
-            result["value"] = acc + product if use_acc else product
+            before = acc["value"] if isinstance(acc, dict) else acc
+            result["value"] = before + product if use_acc else product
 
         if not is_async:
             compute()
@@ -214,13 +217,13 @@ class Machine:
         self.products.__dict__.setdefault("pending", []).append(compute)
         return result
 
-    def _wait_products(self, outstanding: int, deps: list[dict[str, Tensor]]) -> Tensor:
+    def _wait_products(self, outstanding: int, deps: list[Any]) -> Any:
         pending = self.products.pending
         time.sleep(0.001)  # products read their operands late
         while len(pending) > outstanding:
             pending.pop(0)()
         [dep] = deps
-        return dep["value"]
+        return dep.get("value", dep)  # a sum that is not there yet may only be added to
 
     def _warp_specialize(self, roles: Any, _warps: object, _registers: object) -> None:
         def run(function: Any, arguments: Any) -> None:

@@ -1,4 +1,4 @@
-"""Compiles the linear kernels for few rows for sm_90a without a GPU, as `compile_sm90` does.
+"""Compiles the linear kernels for sm_90a without a GPU, as `compile_sm90` does.
 
 Without arguments it compiles each kernel and mode once. With `all` it compiles every choice of the
 built-in table and prints its registers, spills and shared memory.
@@ -29,6 +29,7 @@ from slipstream.kernels.linear.linear_choice import (
     Gemv,
     Shape,
     Skinny,
+    Wide,
     default_choice,
 )
 from slipstream.kernels.linear.rotation import Rotation
@@ -151,6 +152,18 @@ def rotary_attention() -> None:
         run(*sections, rotation, cache, rows, rule, plan)
 
 
+def of_many_rows() -> None:
+    """Compile products of many rows: with an activation, and plain with a late consumer."""
+    from slipstream.kernels.linear.wide.triton.hopper_product import multiply
+
+    for choice, activation in ((Wide(), "silu"), (Wide(128, 6, lag=1), None)):
+        multiply(t(300, 4096), t(28672, 4096), choice, activation, programs=132)
+        registers, spilled = resources(kernels[-1])
+        assert (registers, spilled) == (168, 0), f"{choice} spills {spilled} bytes"
+        products = re.findall(r"m64n(\d+)k16", kernels[-1].asm["ptx"])
+        assert products == [str(choice.block_n)] * 8  # four of each of two consumers
+
+
 def check_instructions() -> None:
     """Check that weights are the left operand of wgmma, use TMA, and load before the wait."""
     for kernel in kernels:
@@ -175,6 +188,7 @@ def few() -> None:
         one(shape, Skinny(64, 64, 3, 4, 1 + shape.may_split, 16), 9, {"bias": True, "noise": True})
     rotary_attention()
     check_instructions()
+    of_many_rows()
     one(Shape("down", 256, 192), Skinny(64, 64, 3, 4, 3, 32), 20, {"tma": False})
     one(Shape("head", 256, 192), Gemv(4, 64, 4, 4), 1, {})
     parts_of(2)

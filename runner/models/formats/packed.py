@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ....kernels.linear.activation import GATED
 from ....kernels.linear.head_sample import Draws, pick_rows
-from ....kernels.linear.linear import GATED, Norm
+from ....kernels.linear.linear import Norm
 from ....kernels.linear.linear_choice import Gemv
 from ....kernels.linear.norm_rope import rms_norm
 from ....kernels.packed.coded import Coding

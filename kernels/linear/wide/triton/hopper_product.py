@@ -1,0 +1,263 @@
+"""Matrix products of many rows for Hopper GPUs, in Gluon: warps with roles of their own.
+
+One warp, the producer, copies tiles of rows and of weights into a ring in shared memory by the
+tensor memory accelerator. Each consumer, a group of four warps, multiplies 64 of a tile's rows with
+all of its weights and keeps the sums in registers. As many programs as the GPU has multiprocessors
+take tiles in turn, and a producer fills the ring for the next tile while the consumers write the
+last. A tile may consist of a gate and an up projection of the same outputs, so that the consumer
+that has both applies the activation, and only the product is written.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ....device import card_of
+from ....launch import hash_functions
+from ...linear_choice import Wide
+
+CONSUMERS = gl.constexpr(2)
+ROWS = gl.constexpr(64)  # rows of a consumer
+BLOCK_K = gl.constexpr(64)  # columns of a copy: 128 bytes, the widest that is stored swizzled
+SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+LOG2E = gl.constexpr(1.4426950408889634)
+_REGISTERS = 168  # a thread's on average, of 384 threads; consumers get more, the producer fewer
+_CONSUMER, _PRODUCER = 232, 40  # registers of a thread
+
+
+@gluon.jit
+def _find_tile(tile, row_blocks, column_blocks, group):
+    """The block of rows and the block of outputs of a tile.
+
+    Tiles go down the blocks of rows of a group before they go on to the next block of outputs, so
+    that `group` blocks of rows share the weights in the cache.
+    """
+    size = group * column_blocks
+    first = tile // size * group
+    height = gl.minimum(row_blocks - first, group)
+    within = tile % size
+    return first + within % height, within // height
+
+
+@gluon.jit
+def _produce(
+    x_source, w_source, x_tiles, w_pieces, full, empty, row_blocks, column_blocks, steps, group,
+    up_from, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr,
+):  # fmt: skip
+    """The producer: fills the ring with the rows and weights of each tile."""
+    PIECES: gl.constexpr = 2 if GATED else 1
+    WIDTH: gl.constexpr = BLOCK_N // PIECES
+    fill = 0  # stages filled
+    for tile in range(gl.program_id(0), row_blocks * column_blocks, gl.num_programs(0)):
+        row_block, column_block = _find_tile(tile, row_blocks, column_blocks, group)
+        row, column = row_block * CONSUMERS * ROWS, column_block * WIDTH
+        for step in range(steps):
+            slot, phase = fill % STAGES, (fill // STAGES) & 1
+            at, is_full = step * BLOCK_K, full.index(slot)
+            mbarrier.wait(empty.index(slot), phase ^ 1)
+            mbarrier.expect(is_full, (CONSUMERS * ROWS + BLOCK_N) * BLOCK_K * 2)
+            for part in gl.static_range(CONSUMERS):
+                place = x_tiles.index(slot * CONSUMERS + part)
+                tma.async_copy_global_to_shared(
+                    x_source, [row + part * ROWS, at], is_full, place
+                )  # fmt: skip
+            for part in gl.static_range(PIECES):
+                place = w_pieces.index(slot * PIECES + part)
+                tma.async_copy_global_to_shared(
+                    w_source, [column + part * up_from, at], is_full, place
+                )  # fmt: skip
+            fill += 1
+
+
+@gluon.jit
+def _activate(acc, BLOCK_N: gl.constexpr, GELU: gl.constexpr):
+    """act(gate) * up of [ROWS, BLOCK_N] sums, the gates in the first half of the columns."""
+    halves = gl.reshape(acc, [ROWS, 2, BLOCK_N // 2])
+    gate, up = gl.split(gl.permute(halves, (0, 2, 1)))
+    if GELU:
+        # (1 + tanh(z)) / 2 is the logistic function of 2 z, which loses no digits for negative z
+        inner = 2.0 * 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+    else:
+        inner = gate
+    # The square of this root takes fewer instructions than a division.
+    root = gl.rsqrt(1.0 + gl.exp2(-LOG2E * inner))
+    return gate * up * (root * root)
+
+
+@gluon.constexpr_function
+def _stored_layout(width):
+    """A thread has 8 numbers of a row, and four threads follow each other, so that no thread needs
+    one from another group of four: so lie the sums of a product, too."""
+    columns = [[0, 32 << i] for i in range((width // 32).bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0], *columns],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, width],
+    )
+
+
+@gluon.jit
+def _consume(
+    PART: gl.constexpr, out, x_tiles, w_tiles, full, empty, begun, num_rows, num_columns,
+    row_blocks, column_blocks, steps, group, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    LAG: gl.constexpr, GATED: gl.constexpr, GELU: gl.constexpr,
+):  # fmt: skip
+    """A consumer: computes ROWS rows of each tile."""
+    WIDTH: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    STORED: gl.constexpr = _stored_layout(WIDTH)
+    row_within = PART * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORED))
+    column_within = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, STORED))
+    acc = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SUMS)
+    fill, turn = 0, 0  # stages multiplied, tiles computed
+    for tile in range(gl.program_id(0), row_blocks * column_blocks, gl.num_programs(0)):
+        if LAG > 0 and PART == 1:
+            mbarrier.wait(begun, turn & 1)
+        for step in range(steps):
+            slot, phase = fill % STAGES, (fill // STAGES) & 1
+            mbarrier.wait(full.index(slot), phase)
+            acc = warpgroup_mma(
+                x_tiles.index(slot * CONSUMERS + PART), w_tiles.index(slot).permute((1, 0)), acc,
+                use_acc=step > 0, is_async=True,
+            )  # fmt: skip
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            # The products of the step before have ended, those of this step are in flight.
+            if step > 0:
+                mbarrier.arrive(empty.index((fill - 1) % STAGES), count=1)
+            if LAG > 0 and PART == 0 and step == LAG - 1:
+                mbarrier.arrive(begun, count=1)
+            fill += 1
+        turn += 1
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(empty.index((fill - 1) % STAGES), count=1)
+
+        row_block, column_block = _find_tile(tile, row_blocks, column_blocks, group)
+        row = row_block * CONSUMERS * ROWS + row_within
+        column = column_block * WIDTH + column_within
+        result = acc
+        if GATED:
+            result = _activate(acc, BLOCK_N, GELU)
+        result = gl.convert_layout(result.to(out.dtype.element_ty), STORED)
+        place = out + (gl.cast(row, gl.int64) * num_columns)[:, None] + column[None, :]
+        inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+        gl.store(place, result, mask=inside)
+
+
+@gluon.jit(do_not_specialize=["num_rows", "row_blocks", "column_blocks", "steps", "group"])
+def _hopper_product_kernel(
+    x_source,  # [M, K], copied by [ROWS, BLOCK_K]
+    w_source,  # [N, K], copied by [BLOCK_N, BLOCK_K], or half of it if GATED
+    out,  # [M, N], or [M, N / 2]; contiguous
+    num_rows,  # M
+    num_columns,  # of out
+    row_blocks,  # tiles in each direction
+    column_blocks,
+    steps,  # copies of a row
+    group,  # blocks of rows
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    LAG: gl.constexpr,  # steps by which the second consumer is late
+    GATED: gl.constexpr,  # the first half of the weights are gates
+    GELU: gl.constexpr,
+    CONSUMER: gl.constexpr,  # registers of a thread
+    PRODUCER: gl.constexpr,
+):
+    dtype: gl.constexpr = out.dtype.element_ty
+    PIECES: gl.constexpr = 2 if GATED else 1
+    x_tiles = gl.allocate_shared_memory(dtype, [STAGES * CONSUMERS, ROWS, BLOCK_K], SWIZZLED)
+    w_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_K], SWIZZLED)
+    w_pieces = w_tiles._reinterpret(
+        dtype, [STAGES * PIECES, BLOCK_N // PIECES, BLOCK_K], SWIZZLED
+    )  # fmt: skip
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    begun = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(begun, count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=CONSUMERS)
+    fence_async_shared()
+
+    gl.warp_specialize(
+        [
+            (_consume, (
+                0, out, x_tiles, w_tiles, full, empty, begun, num_rows, num_columns, row_blocks,
+                column_blocks, steps, group, BLOCK_N, STAGES, LAG, GATED, GELU,
+            )),
+            (_consume, (
+                1, out, x_tiles, w_tiles, full, empty, begun, num_rows, num_columns, row_blocks,
+                column_blocks, steps, group, BLOCK_N, STAGES, LAG, GATED, GELU,
+            )),
+            (_produce, (
+                x_source, w_source, x_tiles, w_pieces, full, empty, row_blocks, column_blocks,
+                steps, group, num_columns, BLOCK_N, STAGES, GATED,
+            )),
+        ],
+        [4, 1],
+        [CONSUMER, PRODUCER],
+    )  # fmt: skip
+
+
+def multiply(
+    x: Tensor,
+    weight: Tensor,
+    choice: Wide,
+    activation: str | None = None,
+    programs: int | None = None,
+) -> Tensor:
+    """x Wᵀ [M, N]; or act(gate) * up [M, N / 2] if the first half of W are gates.
+
+    x: [M, K]; weight: [N, K]; see `fits`. Programs default to one for each multiprocessor.
+    """
+    num_rows, inputs = x.shape
+    gated = activation is not None
+    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    width = choice.block_n // 2 if gated else choice.block_n
+    out = torch.empty(num_rows, outputs, dtype=x.dtype, device=x.device)
+    row_blocks = triton.cdiv(num_rows, CONSUMERS.value * ROWS.value)
+    column_blocks = triton.cdiv(outputs, width)
+    swizzled = gl.NVMMASharedLayout(128, 16, 2)
+    if programs is None:
+        card = card_of(x.device)
+        assert card is not None
+        programs = card.num_processors
+    _hopper_product_kernel[(min(programs, row_blocks * column_blocks),)](
+        TensorDescriptor.from_tensor(x, [ROWS.value, BLOCK_K.value], swizzled),
+        TensorDescriptor.from_tensor(weight, [width, BLOCK_K.value], swizzled),
+        out,
+        num_rows,
+        outputs,
+        row_blocks,
+        column_blocks,
+        triton.cdiv(inputs, BLOCK_K.value),
+        choice.group,
+        BLOCK_N=choice.block_n,
+        STAGES=choice.stages,
+        LAG=choice.lag,
+        GATED=gated,
+        GELU=activation == "gelu_tanh",
+        CONSUMER=_CONSUMER,
+        PRODUCER=_PRODUCER,
+        num_warps=4,
+        maxnreg=_REGISTERS,
+    )
+    return out
+
+
+hash_functions(globals())
