@@ -1,37 +1,109 @@
-"""Measures attention of many decodes whose contexts differ, alone and beside prompts, on a GPU.
+"""Measures attention of many decodes, whose contexts are equal or differ, on a GPU.
 
-`PYTHONPATH=.src python tests/lab/measure_ragged.py` prints microseconds for a layer of Llama-8B's
-shape and the rate at which keys and values are read. "even" contexts have the same length, "chat"
-ones the lengths of requests that decode under `closed_loop.py`. Each plan is named by its splits,
-the keys up to which a request is not split, the keys of a tile, stages and warps.
+`PYTHONPATH=.src:tests/lab python tests/lab/measure_ragged.py` prints microseconds for a layer of
+Llama-8B's shape by form of the launch and number of requests. "even" contexts have the same length,
+"chat" ones the lengths of requests that decode under `closed_loop.py`. A form is named by its keys
+of a tile, stages and warps; "u256+1" are units of 256 keys with one program more for each request
+(see `split_sums.py`). `--help` lists other shapes and cases.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 import random
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
+from typing import Any
 
 import torch
 from linear_tune import time_in_graph
-from torch import Tensor
 
 from slipstream.kernels.attention.paged_rows import AttentionRule, PagedRows
 from slipstream.kernels.attention.triton.attention_plan import Launch, num_processors, plan_launch
 from slipstream.kernels.attention.triton.prefill import prefill_attention
 from slipstream.kernels.attention.triton.rotary_attention import rotary_attention
+from slipstream.kernels.linear import head_sample
 from slipstream.kernels.linear.linear import GATED
 from slipstream.kernels.linear.norm_rope import fused_add_rms_norm
 from slipstream.kernels.linear.rotation import Rotation
+from slipstream.kernels.linear.triton import head_sample as picks
 
-HEADS, KV_HEADS, DIM, PAGE, NUM_BLOCKS, LAYERS = 32, 8, 128, 16, 256, 4
-RULE = AttentionRule(scale=DIM**-0.5)
+PAGE, NUM_BLOCKS, LAYERS = 16, 256, 4
+PEAK = 4.24e6  # bytes a microsecond
 CUDA = torch.device("cuda")
-COUNTS = (16, 24, 32, 48, 64, 96, 128, 192, 256)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The attention layers of a model."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    window: int | None = None
+    sinks: bool = False
+
+    @property
+    def rule(self) -> AttentionRule:
+        sinks = torch.ones(self.heads, device=CUDA, dtype=torch.bfloat16) if self.sinks else None
+        return AttentionRule(scale=self.dim**-0.5, sliding_window=self.window, sinks=sinks)
+
+    def plan(self, num_reqs: int, width: int) -> Launch:
+        """The plan in use for requests with `width` new tokens each."""
+        sizes = (self.kv_heads, self.heads // self.kv_heads, self.dim, width, NUM_BLOCKS * PAGE)
+        return plan_launch(num_reqs, num_reqs * width, *sizes, num_processors(CUDA))
+
+
+SHAPES = {
+    "llama-8b": Shape(32, 8, 128),
+    "qwen3-30b": Shape(32, 4, 128),
+    "gpt-oss": Shape(64, 8, 64, None, True),
+    "gpt-oss-window": Shape(64, 8, 64, 128, True),
+}
+TILES = {  # keys of a tile, stages, warps, register limit, rows (0: those in use)
+    "16,4,1": (16, 4, 1, None, 0),
+    "16,4,1r": (16, 4, 1, None, 16),
+    "16,6,1": (16, 6, 1, None, 0),
+    "32,3,1r": (32, 3, 1, None, 16),
+    "32,4,2r": (32, 4, 2, None, 16),
+    "64,3,2r": (64, 3, 2, None, 16),
+    "64,2,4": (64, 2, 4, 128, 0),
+    "64,3,4": (64, 3, 4, None, 0),
+}
+UNITS = [(name, 8, 1.0) for name in TILES]
+UNITS += [
+    (name, *more) for name in ("16,4,1", "32,4,2r", "64,3,4") for more in ((9, 1.0), (8, 2.0))
+]
+UNITS += [("32,4,2r", 7, 2.0)]
+
+
+def forms(base: Launch) -> Iterator[tuple[str, Launch]]:
+    """The plan in use and others, by name."""
+    yield "in use", base
+    if base.block_m != 16:
+        return
+
+    def tiled(name: str, **changes: Any) -> Launch:
+        block_n, stages, warps, registers, rows = TILES[name]
+        return replace(
+            base, block_n=block_n, num_stages=stages, num_warps=warps, registers=registers,
+            rows=rows or base.rows, splits=1, last_sums=0, least_keys=1, alone=0, extras=0,
+            **changes,
+        )  # fmt: skip
+
+    yield "12f4ee0's one warp", tiled("16,4,1", ahead=False)
+    yield "16,4,1 ahead", tiled("16,4,1", ahead=True)
+    yield "in use, 3 stages, ahead", replace(base, ahead=True, num_stages=3, extras=0)
+    for name, bits, extras in UNITS:
+        plan = replace(tiled(name, ahead=True), unit_bits=bits, extras=extras)
+        yield f"u{1 << bits}+{extras:.0f} {name}", replace(plan, last_sums=base.rows)
+    plan = replace(tiled("32,4,2r", ahead=True, early=True), unit_bits=8, extras=1.0)
+    yield "u256+1 32,4,2r early", replace(plan, last_sums=base.rows)
 
 
 def chat_lengths(count: int) -> list[int]:
@@ -46,136 +118,213 @@ def chat_lengths(count: int) -> list[int]:
     return [prompt + draw.randrange(reply) + 1 for prompt, reply in chosen]
 
 
-def make_rows(new: list[int], total: list[int]) -> tuple[PagedRows, Tensor, Tensor]:
-    """The rows, the KV cache of all layers and the positions; pages are in random order."""
-    blocks = [-(-length // PAGE) for length in total]
-    table = torch.zeros(len(total), NUM_BLOCKS, dtype=torch.int32)
-    free = torch.randperm(sum(blocks)).int() + 1
-    start = 0
-    slots, positions = [], []
-    for row, count in enumerate(blocks):
-        table[row, :count] = free[start : start + count]
-        start += count
-        for at in range(total[row] - new[row], total[row]):
-            slots.append(int(table[row, at // PAGE]) * PAGE + at % PAGE)
-            positions.append(at)
-    shape = (LAYERS, 2, start + 1, PAGE, KV_HEADS, DIM)
-    cache = torch.randn(shape, device=CUDA, dtype=torch.bfloat16)
-    starts = torch.tensor([0, *new]).cumsum(0).int().to(CUDA)
-    rows = PagedRows(
-        table.to(CUDA), starts, torch.tensor(total).int().to(CUDA), 1,
-        torch.tensor(slots).to(CUDA), torch.zeros(len(total) * KV_HEADS, device=CUDA).int(),
-    )  # fmt: skip
-    return rows, cache, torch.tensor(positions).to(CUDA)
+class Case:
+    """Requests with `new` tokens each after contexts that together have `total` tokens."""
+
+    def __init__(self, shape: Shape, new: list[int], total: list[int]) -> None:
+        self.shape, self.new, self.total, self.rule = shape, new, total, shape.rule
+        blocks = [-(-length // PAGE) for length in total]
+        table = torch.zeros(len(total), NUM_BLOCKS, dtype=torch.int32)
+        free = torch.randperm(sum(blocks)).int() + 1  # pages in random order
+        start = 0
+        slots, positions = [], []
+        for row, count in enumerate(blocks):
+            table[row, :count] = free[start : start + count]
+            start += count
+            for at in range(total[row] - new[row], total[row]):
+                slots.append(int(table[row, at // PAGE]) * PAGE + at % PAGE)
+                positions.append(at)
+        sizes = (LAYERS, 2, start + 1, PAGE, shape.kv_heads, shape.dim)
+        self.cache = torch.randn(sizes, device=CUDA, dtype=torch.bfloat16)
+        self.starts = torch.tensor([0, *new]).cumsum(0).tolist()
+        self.rows = PagedRows(
+            table.to(CUDA), torch.tensor(self.starts).int().to(CUDA),
+            torch.tensor(total).int().to(CUDA), new[0], torch.tensor(slots).to(CUDA),
+            torch.zeros(len(total) * shape.kv_heads, device=CUDA).int(),
+        )  # fmt: skip
+        # These cosines and sines rotate nothing, so that the reference need not rotate.
+        half = torch.ones(8192, shape.dim // 2, device=CUDA, dtype=torch.bfloat16)
+        angles = torch.cat((half, torch.zeros_like(half)), 1)
+        self.rotation = Rotation(torch.tensor(positions).to(CUDA), angles)
+        heads = (shape.heads, shape.kv_heads, shape.kv_heads)
+        self.qkv = [
+            torch.randn(sum(new), count, shape.dim, device=CUDA, dtype=torch.bfloat16)
+            for count in heads
+        ]
+        self.out = torch.empty_like(self.qkv[0])
+        self.kept = torch.zeros(256, device=CUDA)
+
+    def run(self, plan: Launch, layer: int = 0) -> None:
+        """One layer."""
+        args = (self.rotation, self.cache[layer], self.rows, self.rule, plan, self.out)
+        rotary_attention(*self.qkv, *args)
+
+    def run_apart(self, plan: Launch, layer: int) -> None:
+        """One layer after a small kernel, before whose end nothing of the layer begins."""
+        self.kept.add_(1.0)
+        self.run(plan, layer)
+
+    def with_prompts(self, plan: Launch, layer: int) -> None:
+        """One layer of decodes, and the launch of long queries after it."""
+        self.run(plan, layer)
+        long = replace(self.rows, max_query_len=8192, arrivals=None, longer_than=1)
+        prefill_attention(self.qkv[0], self.cache[layer], long, self.rule, self.out)
+
+    def read(self) -> float:
+        """The bytes of the keys and values that decodes read."""
+        width, most = self.new[0], self.shape.window or 1 << 30
+        lengths = [min(t, most) for n, t in zip(self.new, self.total, strict=True) if n == width]
+        return sum(lengths) * 2.0 * self.shape.kv_heads * self.shape.dim * 2
+
+    def error(self) -> float:
+        """The largest error of `out` in the shortest and longest contexts, against float32."""
+        decodes = [i for i, count in enumerate(self.new) if count == self.new[0]]
+        order = sorted(decodes, key=lambda i: self.total[i])
+        return max(self._error_of(index) for index in {*order[:2], *order[-2:]})
+
+    def _error_of(self, index: int) -> float:
+        shape, length = self.shape, self.total[index]
+        pages = self.rows.block_table[index, : -(-length // PAGE)].long()
+        k, v = (self.cache[0, part, pages].flatten(0, 1)[:length].float() for part in (0, 1))
+        first, end = self.starts[index : index + 2]
+        q = self.qkv[0][first:end].float().unflatten(1, (shape.kv_heads, -1))
+        scores = torch.einsum("tkgd,nkd->kgtn", q, k) * self.rule.scale
+        at = torch.arange(length, device=CUDA)
+        behind = torch.arange(length - (end - first), length, device=CUDA)[:, None] - at
+        hidden = (behind < 0) | (behind >= (shape.window or length + 1))
+        scores = scores.masked_fill(hidden, -math.inf)
+        if self.rule.sinks is not None:
+            sinks = self.rule.sinks.float().view(shape.kv_heads, -1, 1, 1)
+            scores = torch.cat((scores, sinks.expand(*scores.shape[:3], 1)), -1)
+        weights = scores.softmax(-1)[..., :length]
+        expected = torch.einsum("kgtn,nkd->tkgd", weights, v).flatten(1, 2)
+        return float((expected - self.out[first:end].float()).abs().max())
 
 
-def plans(base: Launch) -> list[Launch]:
-    """The plan in use and others."""
-    tiles = [(64, 2, 4, 128), (32, 3, 4, 128), (32, 4, 4, 128), (64, 2, 4, 96), (128, 2, 4, 128)]
-    keys = ("block_n", "num_stages", "num_warps", "registers")
-    wide = [replace(base, **dict(zip(keys, sizes, strict=True))) for sizes in tiles]
-    split = [
-        replace(plan, splits=splits, alone=alone, least_keys=least, last_sums=base.rows)
-        for plan in (base, *wide[:2])
-        for splits, alone, least in ((2, 512, 256), (4, 512, 256), (4, 512, 512), (4, 256, 128))
-        if base.rows * DIM <= 2048
-    ]
-    return [base, *wide, *split]
+def table(shape: Shape, name: str, lengths: Callable[[int], list[int]], width: int,
+          counts: list[int], apart: bool) -> None:  # fmt: skip
+    """Print the times of all forms by number of requests."""
+    found: dict[str, list[str]] = {}
+    least: list[str] = []
+    for count in counts:
+        total = [length + width - 1 for length in lengths(count)]
+        case = Case(shape, [width] * count, total)
+        least.append(f"{case.read() / PEAK:7.1f} ")
+        spent = {}
+        for form, plan in forms(shape.plan(count, width)):
+            case.out.fill_(math.nan)
+            try:
+                case.run(plan)
+                error = case.error()
+                call = case.run_apart if apart else case.run
+                calls = [partial(call, plan, layer) for layer in range(LAYERS)] * 2
+                spent[form] = time_in_graph(calls, 3)
+            except Exception as problem:  # one form that cannot run must not end the others
+                print(f"{form}: {problem!r}"[:300])
+                continue
+            if not error < 0.02:
+                print(f"WRONG by {error:.1e}: {name}, {count} requests, {form}")
+        best = min(spent.values())
+        for form, value in spent.items():
+            mark = "*" if value == best else "-" if value < 1.01 * best else " "
+            found.setdefault(form, []).append(f"{value:7.1f}{mark}")
+        del case
+    drafts = f", {width - 1} drafts" if width > 1 else ""
+    print(f"\n{name}{drafts}; us a layer{' and a small kernel' if apart else ''}")
+    print(f"{'requests':>26} " + "".join(f"{count:7} " for count in counts))
+    print(f"{'bytes at 4.24 TB/s':>26} " + "".join(least))
+    for form, cells in found.items():
+        print(f"{form:>26} " + "".join(cells), flush=True)
 
 
-def label(plan: Launch) -> str:
-    tile = f"{plan.block_n},{plan.num_stages},{plan.num_warps},{plan.registers}"
-    return f"{plan.splits}x>{plan.alone}/{plan.least_keys} {tile}"
-
-
-def one_case(name: str, new: list[int], total: list[int], prompts_too: bool) -> None:
-    rows, cache, positions = make_rows(new, total)
-    tokens = sum(new)
-    cos_sin = torch.randn(8192, DIM, device=CUDA, dtype=torch.bfloat16)
-    q = torch.randn(tokens, HEADS, DIM, device=CUDA, dtype=torch.bfloat16)
-    k, v = (torch.randn(tokens, KV_HEADS, DIM, device=CUDA, dtype=torch.bfloat16) for _ in "kv")
-    rotation = Rotation(positions, cos_sin)
-    out = torch.empty_like(q)
-    width = new[0]
-    rows = replace(rows, max_query_len=width)
-    base = base_plan(len(total), width)
-    read = sum(t for n, t in zip(new, total, strict=True) if n == width) * 2 * KV_HEADS * DIM * 2
-
-    def run(plan: Launch, layer: int) -> None:
-        rotary_attention(q, k, v, rotation, cache[layer], rows, RULE, plan, out)
-
-    def both(plan: Launch, layer: int) -> None:
-        run(plan, layer)
-        long = replace(rows, max_query_len=8192, arrivals=None, longer_than=1)
-        prefill_attention(q, cache[layer], long, RULE, out)
-
-    expected = None
-    calls: list[tuple[str, Callable[[Launch, int], None]]] = [("decodes", run)]
-    if prompts_too:
-        calls.append(("and prompts", both))
-    for what, call in calls:
-        line = []
-        for plan in plans(base) if what == "decodes" and not prompts_too else [base]:
-            call(plan, 0)
-            if expected is None:
-                expected = out.clone()
-            short = rows.query_start_loc[:-1][torch.tensor(new, device=CUDA) == width].long()
-            error = float((out[short].float() - expected[short].float()).abs().max())
-            spent = time_in_graph([partial(call, plan, layer) for layer in range(LAYERS)] * 2)
-            wrong = "" if error < 0.05 else f" WRONG by {error:.0e}"
-            line.append((spent, f"{spent:.1f} us {read / spent / 1e6:.2f} {label(plan)}{wrong}"))
-        best = "; ".join(text for _, text in sorted(line[1:])[:6])
-        print(f"{name}, {what}: in use {line[0][1]}; {best}", flush=True)
-
-
-def base_plan(num_reqs: int, width: int) -> Launch:
-    """The plan in use for requests with `width` new tokens each."""
-    shape = (KV_HEADS, HEADS // KV_HEADS, DIM, width, NUM_BLOCKS * PAGE, num_processors(CUDA))
-    return plan_launch(num_reqs, num_reqs * width, *shape)
-
-
-def compile_plan(index: int) -> None:
-    """Compile one plan's kernel, so that the cache on disk has it."""
-    rows, cache, positions = make_rows([1] * 64, [100] * 64)
-    cos_sin = torch.randn(8192, DIM, device=CUDA, dtype=torch.bfloat16)
-    q = torch.randn(64, HEADS, DIM, device=CUDA, dtype=torch.bfloat16)
-    k, v = (torch.randn(64, KV_HEADS, DIM, device=CUDA, dtype=torch.bfloat16) for _ in "kv")
-    for count in COUNTS:
-        for width in (1, 4):
-            chosen = plans(base_plan(count, width))
-            if index < len(chosen):
-                rotary_attention(
-                    q, k, v, Rotation(positions, cos_sin), cache[0], rows, RULE, chosen[index]
-                )
+def compile_form(job: tuple[str, int, int]) -> None:
+    """Compile one form's kernel, so that the cache on disk has it."""
+    name, width, index = job
+    shape = SHAPES[name]
+    for count in (32, 64, 256):
+        chosen = list(forms(shape.plan(count, width)))
+        if index < len(chosen):
+            case = Case(shape, [width] * 32, [100] * 32)
+            plan = chosen[index][1]
+            case.run(plan)
     torch.cuda.synchronize()
 
 
-def others(rows: int = 560) -> None:
-    """Print the time of the kernels beside products and attention in a mixed step."""
+def prompts_beside(shape: Shape) -> None:
+    """Print the times of decodes and of a prompt's launch after them."""
+    chat = chat_lengths(250)
+    for prompt in (300, 1000):
+        new, total = [1] * 250 + [prompt] + [0] * 5, [*chat, prompt] + [0] * 5
+        case, plan = Case(shape, new, total), shape.plan(256, 1)
+        times = [
+            time_in_graph([partial(call, plan, layer) for layer in range(LAYERS)] * 2)
+            for call in (case.run, case.with_prompts)
+        ]
+        print(f"250 chat beside a prompt of {prompt}: {times[0]:.1f} us, with it {times[1]:.1f}")
+
+
+def others(rows: int) -> None:
+    """Print the time of the kernels beside products and attention in a step of many rows."""
     hidden = torch.randn(rows, 4096, device=CUDA, dtype=torch.bfloat16)
     stream, gain = torch.randn_like(hidden), torch.rand(4096, device=CUDA, dtype=torch.bfloat16)
     wide = torch.randn(rows, 28672, device=CUDA, dtype=torch.bfloat16)
     norm = time_in_graph([lambda: fused_add_rms_norm(hidden, stream, gain, 1e-5)] * 16)
     gated = time_in_graph([lambda: GATED["silu"](wide)] * 16)
     print(f"{rows} rows: norm with residual {norm:.1f} us, gated activation {gated:.1f} us")
+    logits = torch.randn(rows, 128256, device=CUDA, dtype=torch.bfloat16)
+    seeds, zeros = torch.zeros(rows, device=CUDA).long(), torch.zeros(rows, device=CUDA)
+    in_use, expected, line = picks.BEST_OF_BLOCK, logits.argmax(-1), []
+    for form in dict.fromkeys(
+        (in_use, (8, None), (8, 64), (8, 40), (16, None), (16, 40), (16, 32))
+    ):
+        picks.BEST_OF_BLOCK = form
+        for is_greedy in (True, False):
+            greedy = torch.full_like(zeros, is_greedy, dtype=torch.bool)
+            draws = head_sample.Draws(seeds, seeds, greedy, zeros + (0.0 if is_greedy else 1.0))
+            tokens, _ = head_sample.pick_rows(logits, draws)
+            if is_greedy and not torch.equal(tokens, expected):
+                print(f"WRONG tokens by {form}")
+            spent = time_in_graph([partial(head_sample.pick_rows, logits, draws)] * 4)
+            line.append(f"{form} {'greedy' if is_greedy else 'drawn'} {spent:.1f}")
+    picks.BEST_OF_BLOCK = in_use
+    least = logits.numel() * 2 / PEAK
+    print(f"tokens of {rows} rows of logits, {least:.1f} us by their bytes: {'; '.join(line)}")
 
 
 def main() -> None:
-    """Measure all cases."""
+    """Measure the cases of the command line."""
+
+    def numbers(text: str) -> list[int]:
+        return [int(number) for number in text.split(",")]
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
+    parser.add_argument("--counts", type=numbers, default=[32, 64, 128, 192, 256])
+    parser.add_argument("--even", type=numbers, default=[192, 256], help="lengths of even contexts")
+    parser.add_argument("--drafts", type=numbers, default=[0, 3])
+    parser.add_argument("--apart", action="store_true", help="a small kernel before each layer")
+    parser.add_argument("--others", type=int, default=0, help="measure other kernels of such rows")
+    parser.add_argument("--prompts", action="store_true", help="measure a prompt beside decodes")
+    args = parser.parse_args()
+    shape, began = SHAPES[args.shape], time.monotonic()
+    if args.others:
+        others(args.others)
+        return
+    if args.prompts:
+        prompts_beside(shape)
+        return
+    jobs = [(args.shape, drafts + 1, index) for drafts in args.drafts for index in range(24)]
     with ProcessPoolExecutor(12, get_context("spawn")) as pool:
-        list(pool.map(compile_plan, range(18)))
-    others()
-    chat = chat_lengths(256)
-    print(f"chat: mean {sum(chat) / 256:.0f}, longest {max(chat)}")
-    for count in COUNTS:
-        one_case(f"{count} even 256", [1] * count, [256] * count, False)
-        one_case(f"{count} chat", [1] * count, chat[:count], False)
-        if count in (32, 64, 128):
-            one_case(f"{count} chat, 3 drafts", [4] * count, [n + 3 for n in chat[:count]], False)
-    for prompts in ([300], [1000]):
-        new, total = [1] * 250 + prompts, chat[:250] + prompts
-        new, total = new + [0] * (256 - len(new)), total + [0] * (256 - len(total))
-        one_case(f"250 chat and prompts {prompts}", new, total, True)
+        list(pool.map(compile_form, jobs))
+    print(f"compiled after {time.monotonic() - began:.0f} s")
+    chat = chat_lengths(max(args.counts))
+    print(f"chat: mean {sum(chat) / len(chat):.0f}, longest {max(chat)}")
+    for drafts in args.drafts:
+        for length in args.even:
+            even = partial(lambda length, count: [length] * count, length)
+            table(shape, f"even {length}", even, drafts + 1, args.counts, args.apart)
+        table(shape, "chat", lambda count: chat[:count], drafts + 1, args.counts, args.apart)
+    print(f"\n{time.monotonic() - began:.0f} s")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,9 @@ from ...sampling.triton.sample import BLOCK as LOGITS_BLOCK
 from ...sampling.triton.sample import gumbel, row_key
 
 _BLOCK = 4096  # best tokens that the second kernel reads at once
+# (warps, limit of registers per thread) of a program that picks the best of a block of logits. Its
+# time is that of the programs of a multiprocessor which registers allow (`measure_ragged.py`).
+BEST_OF_BLOCK: tuple[int, int | None] = (8, None)
 
 
 @triton.jit
@@ -260,6 +263,7 @@ def _best_of_blocks(logits: Tensor, draws: Any, first: int) -> HeadRows:
             draws.salt,
         )
     *rows, salt = head.arguments(num_blocks)
+    num_warps, registers = BEST_OF_BLOCK
     if num_rows:
         _best_of_block_kernel[(num_rows, num_blocks)](
             logits,
@@ -271,7 +275,8 @@ def _best_of_blocks(logits: Tensor, draws: Any, first: int) -> HeadRows:
             first,
             NOISE=head.has_noise,
             BLOCK=LOGITS_BLOCK,
-            num_warps=8,
+            num_warps=num_warps,
+            maxnreg=registers,
             **pdl_options(logits),
         )
     return head
