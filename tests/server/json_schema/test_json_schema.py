@@ -105,8 +105,6 @@ def test_a_prepared_schema_allows_no_more_than_the_given_one(
         ({"allOf": [{"not": STR}]}, "'not'"),
         ({"allOf": [{"allOf": [{"uniqueItems": True, "type": "array"}]}]}, "'uniqueItems'"),
         ({"type": "string", "pattern": "^a+$", "allOf": [{"maxLength": 3}]}, "'maxLength'"),
-        ({"type": "integer", "exclusiveMinimum": 3, "exclusiveMaximum": 4}, "no integer lies"),
-        ({"type": "number", "minimum": 3, "maximum": 2}, "no number with up to six decimals lies"),
     ],
 )
 def test_unenforceable_keywords_are_refused_if_strict_and_dropped_otherwise(
@@ -217,6 +215,21 @@ def test_values_that_look_like_references_are_not_changed() -> None:
     schema = an_object(properties={"a": {"const": value}, "b": value}, **{"$defs": {"n": INT}})
     prepared: Any = prepare_schema(schema, True, prefix="f.")
     assert prepared["properties"] == {"a": {"enum": [value]}, "b": {"$ref": "#/$defs/f.n"}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"type": "integer", "exclusiveMinimum": 3, "exclusiveMaximum": 4}, "no integer lies"),
+        ({"type": "number", "minimum": 3, "maximum": 2}, "no number with up to six decimals lies"),
+    ],
+)
+def test_limits_without_a_number_between_them_are_refused(
+    schema: dict[str, Any], words: str
+) -> None:
+    for strict in (True, False):
+        with pytest.raises(SchemaError, match=words):
+            prepare_schema(schema, strict)
 
 
 def test_the_error_and_the_grammar_name_the_parameter() -> None:
