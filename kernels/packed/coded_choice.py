@@ -1,14 +1,21 @@
 """Which kernel computes a layer of 2 to 256 rows with fp8 weights if the checkpoint asks for 8-bit
-activations: the fastest ones measured, and a rule for other shapes."""
+activations: the fastest ones measured, and a rule for other shapes.
+
+`USE_ROLES` turns on the kernel of `hopper_codes` for 33 to 256 rows on Hopper GPUs. It is off until
+it has been measured.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TypeAlias
 
+from ..device import card_of
 from ..linear.linear_choice import Shape, bucket_of
 from ..quant.tiled import TiledWeight
-from .kinds import Codes, fits_codes, format_name, has_groups
+from .kinds import Codes, fits_codes, fits_roles, format_name, has_groups
+
+USE_ROLES = False  # whether 33 to 256 rows are multiplied by warps with roles
 
 # format, shape, upper bound of rows -> the fastest kernel; None = not this one. Measured by
 # `tests/lab/measure_codes.py` on an H200, with the shapes of Llama 3 8B.
@@ -40,9 +47,33 @@ def choose_coded(weight: TiledWeight, shape: Shape, num_rows: int) -> Codes | No
     if num_rows < 2 or bucket is None or not asks_for_codes(weight):
         return None
     key = format_name(weight), shape, bucket
+    if USE_ROLES and bucket >= 64:
+        choice = _with_roles(shape, bucket, has_groups(weight))
+        if is_hopper(weight) and fits_roles(weight, shape.role, choice.block_n):
+            return choice
     if key in _MEASURED:
         return _MEASURED[key]
     return _rule(shape, bucket, has_groups(weight))
+
+
+def is_hopper(weight: TiledWeight) -> bool:
+    """Whether the GPU has the instructions that warps with roles use."""
+    card = card_of(weight.device)
+    return card is not None and card.capability == (9, 0)
+
+
+def _with_roles(shape: Shape, bucket: int, by_group: bool) -> Codes:
+    """The widest tile of weight rows that still fills an H200, by calculation."""
+    height = min(bucket, 128)
+    by_group = by_group or shape.role in ("o", "down")  # which the layer before can code
+    if shape.role == "gate_up":  # with tiles of a group, the kernel codes its output
+        return Codes(128, 128, 5 if height == 64 else 4, 4, 1, height, int(by_group), 0, 0, roles=1)
+    block_n, stages = 128, 8 if height == 64 else 6
+    blocks = -(-shape.outputs // block_n) * (bucket // height)
+    split_k = 1
+    while shape.may_split and blocks * split_k * 2 <= 132 and shape.inputs >= 1024 * split_k:
+        split_k *= 2
+    return Codes(block_n, 128, stages, 4, split_k, height, int(by_group), 0, 0, roles=1)
 
 
 def _rule(shape: Shape, bucket: int, by_group: bool) -> Codes | None:

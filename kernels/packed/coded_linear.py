@@ -28,16 +28,21 @@ def coded_linear(
     x: [M, K], or coded rows of `coding_of(weight, choice)`; then the output has `dtype`, and no
     norm is left. With `coding` the output is coded rows if the kernel can write them so.
     """
-    from .triton import coded_product
-
     if is_coded(x):
         assert dtype is not None and norm is None
     else:
         dtype, own = x.dtype, coding_of(weight, choice)
         x = code_rows(x, own) if norm is None else norm_and_code(x, None, *norm, own)[0]
-    out: Tensor = coded_product.multiply(
-        x, weight, choice, dtype, mode, bias, activation, residual, coding
-    )
+    rest = x, weight, choice, dtype, mode, bias, activation, residual, coding
+    out: Tensor
+    if choice.roles:
+        from .triton import hopper_codes
+
+        out = hopper_codes.multiply(*rest)
+    else:
+        from .triton import coded_product
+
+        out = coded_product.multiply(*rest)
     return out
 
 

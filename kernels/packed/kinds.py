@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 from ..linear.linear_choice import Gemv, Skinny
 from ..quant.tiled import TiledWeight
+from .coding import SPAN, Coding
 
 WIDTH = 64  # columns of a slice that the kernel of `Row` knows
 # What a kernel makes of a product: the value of MODE.
@@ -69,6 +70,9 @@ class Codes:
     promote: int = 1  # 1 = the products of each step are added in float32, 0 = by the tensor cores
     early: int = 512  # bytes of a weight row prefetched into L2 before the input is ready
     norm: int = 0  # the norm is another kernel, which writes codes
+    # 1 = the kernel whose warps have roles (`hopper_codes`), for Hopper; then `block_k` is 128,
+    # `block_m` is 64 or 128, and `num_warps` and `early` have no meaning
+    roles: int = 0
 
 
 PackedChoice: TypeAlias = Gemv | Skinny | None | Quantised | Row | Direct | Codes
@@ -108,6 +112,22 @@ def fits_codes(weight: TiledWeight) -> bool:
     columns."""
     known = weight.group == 128 or not has_groups(weight)
     return weight.kind == "fp8" and weight.order is None and known
+
+
+def fits_roles(weight: TiledWeight, role: str, block_n: int) -> bool:
+    """Whether the kernel of `Codes` with roles knows a layer: no tile of weight rows may meet two
+    blocks."""
+    outputs = weight.shape[0] // (2 if role == "gate_up" else 1)
+    whole = not has_groups(weight) or (
+        weight.row_group % block_n == 0 and outputs % weight.row_group == 0
+    )
+    return fits_codes(weight) and whole
+
+
+def codes_output(choice: Codes, mode: int, coding: Coding) -> bool:
+    """Whether a kernel can write what it computes as coded rows: of a gated layer, if a program has
+    a whole group."""
+    return mode == GATE_UP and coding.by_group and choice.block_n == SPAN
 
 
 def has_groups(weight: TiledWeight) -> bool:

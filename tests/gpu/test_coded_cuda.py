@@ -19,7 +19,7 @@ from slipstream.kernels.packed.coded import (
     norm_and_code,
 )
 from slipstream.kernels.packed.coded_linear import coding_of
-from slipstream.kernels.packed.kinds import Codes, Quantised
+from slipstream.kernels.packed.kinds import Codes, Quantised, fits_roles
 from slipstream.kernels.packed.linear import (
     packed_gated_linear,
     packed_linear,
@@ -39,6 +39,12 @@ TILES = {
     33: (Codes(64, 128, 6, 4, 1, 64), Codes(128, 128, 5, 8, 1, 64)),
     130: (Codes(128, 128, 4, 8, 1, 128), Codes(64, 128, 4, 4, 1, 128)),
 }
+ROLES = {  # of the kernel whose warps have roles
+    9: (Codes(64, 128, 8, 4, 1, 64, roles=1), Codes(128, 128, 5, 4, 1, 64, roles=1)),
+    130: (Codes(64, 128, 6, 4, 1, 128, roles=1), Codes(128, 128, 4, 4, 1, 128, roles=1)),
+    257: (Codes(64, 128, 3, 4, 1, 64, roles=1), Codes(128, 128, 2, 4, 1, 128, roles=1)),
+}
+CASES = [*((rows, False) for rows in TILES), *((rows, True) for rows in ROLES)]
 
 
 @pytest.fixture(autouse=True)
@@ -81,14 +87,23 @@ def test_coded_rows_are_those_of_the_reference(size: int, by_group: bool) -> Non
     close(decode_rows(normed, coding), wide * weight.double(), 0.05)
 
 
-@pytest.mark.parametrize("rows", list(TILES))
+@pytest.fixture(autouse=True)
+def hopper(request: pytest.FixtureRequest) -> None:
+    """Skip what needs a Hopper GPU on others."""
+    of_roles = getattr(request.node, "callspec", None)
+    if of_roles is not None and of_roles.params.get("roles"):
+        if torch.cuda.get_device_capability() != (9, 0):
+            pytest.skip("needs a Hopper GPU")
+
+
+@pytest.mark.parametrize(("rows", "roles"), CASES)
 @pytest.mark.parametrize("size", [1024, 1352])
 @pytest.mark.parametrize("name", ["fp8 rows", "fp8 blocks"])
-def test_products_are_those_of_the_codes(name: str, size: int, rows: int) -> None:
+def test_products_are_those_of_the_codes(name: str, size: int, rows: int, roles: bool) -> None:
     weight, exact = made(name, 640, size)
     x, bias = torch.randn(rows, size, device="cuda").bfloat16(), torch.randn(640, device="cuda")
     bias, residual = bias.bfloat16(), torch.randn(rows, 640, device="cuda").bfloat16()
-    for tile in TILES[rows]:
+    for tile in (ROLES if roles else TILES)[rows]:
         forms = [tile]
         if name == "fp8 rows":
             forms += [replace(tile, by_group=0), replace(tile, by_group=0, promote=0)]
@@ -104,6 +119,8 @@ def test_products_are_those_of_the_codes(name: str, size: int, rows: int) -> Non
             assert parts.shape == (3, rows, 640)
             # the tensor cores keep about 14 bits of the sum of a step, or of all
             close(parts.sum(0), product, 1e-3 if choice.promote else 4e-3)
+            if roles and not fits_roles(weight, "gate_up", choice.block_n):
+                continue
             gate, up = product.chunk(2, -1)
             act = torch.nn.functional.silu(gate) * up
             got = packed_gated_linear(coded, weight, None, "silu", choice, None, BF16)
@@ -133,25 +150,27 @@ def test_torch_multiplies_codes_that_norms_and_gates_have_written(rows: int) -> 
     close(got, decode_rows(act, after).double() @ exact.T, 8e-3)
 
 
+@pytest.mark.parametrize("roles", [False, True])
 @pytest.mark.parametrize("name", ["fp8 rows", "fp8 blocks"])
-def test_a_row_does_not_depend_on_others(name: str) -> None:
+def test_a_row_does_not_depend_on_others(name: str, roles: bool) -> None:
     """Within a kernel, neither the other rows nor their number change the bits of a row."""
     weight, _ = made(name, 512, 1024)
     x = torch.randn(33, 1024, device="cuda").bfloat16()
-    choice = TILES[33][0]
+    choice = ROLES[9][0] if roles else TILES[33][0]
     whole = packed_linear(x, weight, None, choice)
     for start, stop in ((0, 2), (5, 22), (32, 33)):
         assert torch.equal(packed_linear(x[start:stop], weight, None, choice), whole[start:stop])
 
 
 @pytest.mark.parametrize("name", ["fp8 rows", "fp8 blocks"])
-@pytest.mark.parametrize("rows", list(TILES))
-def test_graphs_equal_eager(name: str, rows: int) -> None:
+@pytest.mark.parametrize(("rows", "roles"), CASES)
+def test_graphs_equal_eager(name: str, rows: int, roles: bool) -> None:
     """A chain of layers that hand codes on, with dependent launches, is bit-equal in 20 replays."""
     first, second = made(name, 2048, 1024)[0], made(name, 1024, 1024)[0]
-    up = next(tile for tile in TILES[rows] if tile.block_n == 128)
+    tiles = (ROLES if roles else TILES)[rows]
+    up = next(tile for tile in tiles if tile.block_n == 128)
     up = replace(up, stages=3, by_group=int(name == "fp8 blocks"))
-    down = replace(TILES[rows][0], split_k=2)
+    down = replace(tiles[0], split_k=2)
     x, gain = torch.randn(rows, 1024, device="cuda").bfloat16(), torch.rand(1024, device="cuda")
     gain = gain.bfloat16()
 

@@ -20,7 +20,12 @@ from triton.language import constexpr
 from triton.runtime.jit import JITFunction
 
 TIMEOUT = 60.0  # seconds until a wait counts as a deadlock
-PANEL = 64  # values of a row in shared memory before the next row follows
+PANEL_BYTES = 128  # of a row in shared memory before the next row follows
+
+
+def size_of(dtype: torch.dtype) -> int:
+    """The bytes of a value on the GPU, where floats of 16 bits are what a test has in 32."""
+    return min(dtype.itemsize, 2)
 
 
 class Pointer:
@@ -56,10 +61,11 @@ def store(pointer: Pointer, value: Tensor, mask: Tensor | None = None) -> None:
 
 
 class Shared:
-    """A part of shared memory: tiles of rows, in which panels of 64 values follow each other."""
+    """A part of shared memory: tiles of rows, in which panels of 128 bytes follow each other."""
 
     def __init__(self, memory: Tensor, shape: list[int]) -> None:
         self.memory, self.shape = memory, shape  # [numel]
+        self.panel = PANEL_BYTES // size_of(memory.dtype)  # values
 
     def index(self, number: Any) -> Shared:
         size = self.memory.numel() // self.shape[0]
@@ -75,11 +81,11 @@ class Shared:
 
     def load(self, _layout: object) -> Tensor:
         rows, columns = self.shape
-        panels = self.memory.view(columns // PANEL, rows, PANEL)
+        panels = self.memory.view(columns // self.panel, rows, self.panel)
         return panels.permute(1, 0, 2).reshape(rows, columns)
 
     def store(self, value: Tensor) -> None:
-        assert self.shape[-1] == PANEL
+        assert self.shape[-1] == self.panel
         self.memory.copy_(value.reshape(-1))
 
 
@@ -115,12 +121,15 @@ class Machine:
             num_programs=lambda _: torch.tensor(num_programs), thread_barrier=plain,
             allocate_shared_memory=self._allocate, warp_specialize=self._warp_specialize,
             int32=torch.int32, int64=torch.int64, float32=torch.float32, constexpr=constexpr,
+            float8e4nv=torch.float8_e4m3fn, abs=torch.abs, div_rn=torch.div,
+            full_like=torch.full_like,
+            inline_asm_elementwise=plain,  # in kernels here, it only waits and prefetches
             **dict.fromkeys(("BlockedLayout", "SliceLayout", "DotOperandLayout"), plain),
             **dict.fromkeys(("NVMMASharedLayout", "NVMMADistributedLayout"), plain),
         )  # fmt: skip
         self.mbarrier = SimpleNamespace(
             MBarrierLayout=lambda: "barrier", init=self._init, expect=self._expect,
-            arrive=lambda barrier, count: self._change(barrier, count, 0), wait=self._wait,
+            arrive=self._arrive, wait=self._wait,
         )  # fmt: skip
         self.tma = SimpleNamespace(async_copy_global_to_shared=self._copy)
         self.names = {
@@ -167,6 +176,10 @@ class Machine:
                 barrier.pending, barrier.phase = barrier.count, barrier.phase + 1
                 self.changed.notify_all()
 
+    def _arrive(self, barrier: Barrier, count: int, pred: Any = True) -> None:
+        if pred:
+            self._change(barrier, count, 0)
+
     def _expect(self, barrier: Barrier, num_bytes: int) -> None:
         self._change(barrier, 1, num_bytes)
 
@@ -198,7 +211,7 @@ class Machine:
                 tuple(slice(at, at + size) for at, size in zip(corner, inside, strict=True))
             ]
             target.memory.copy_(box.reshape(-1))
-            self._change(barrier, 0, -2 * box.numel())
+            self._change(barrier, 0, -size_of(box.dtype) * box.numel())
 
     def _multiply(
         self, a: Any, b: Any, acc: Any, use_acc: bool = True, is_async: bool = False
@@ -208,7 +221,7 @@ class Machine:
         def compute() -> None:
             left = a if isinstance(a, Tensor) else a.load(None)
             product = left.float() @ b.load(None).float()
-            before = acc["value"] if isinstance(acc, dict) else acc
+            before = acc if isinstance(acc, Tensor) else acc["value"]
             result["value"] = before + product if use_acc else product
 
         if not is_async:
@@ -218,12 +231,13 @@ class Machine:
         return result
 
     def _wait_products(self, outstanding: int, deps: list[Any]) -> Any:
-        pending = self.products.pending
+        """The sums that are computed by then; one that is not can only be added to."""
+        pending = self.products.__dict__.setdefault("pending", [])
         time.sleep(0.001)  # products read their operands late
         while len(pending) > outstanding:
             pending.pop(0)()
-        [dep] = deps
-        return dep.get("value", dep)  # a sum that is not there yet may only be added to
+        done = [dep.get("value", dep) if isinstance(dep, dict) else dep for dep in deps]
+        return done[0] if len(done) == 1 else done
 
     def _warp_specialize(self, roles: Any, _warps: object, _registers: object) -> None:
         def run(function: Any, arguments: Any) -> None:
@@ -276,6 +290,8 @@ class ThreadedKernel:
         machine = Machine(program, num_programs)
         functions: dict[int, FunctionType] = {}
         options = {k: v for k, v in options.items() if k not in ("num_warps", "maxnreg")}
+        of_torch = {"fp16": torch.float16, "bf16": torch.bfloat16}
+        options = {k: of_torch.get(str(v), v) for k, v in options.items()}
         args = [Pointer(a) if isinstance(a, Tensor) else a for a in args]
         _as_python(self._original, machine, functions)(*args, **options)
 

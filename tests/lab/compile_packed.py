@@ -73,6 +73,11 @@ def check_instructions() -> None:
             assert "cp.async.bulk.tensor" in ptx and "prefetch.global.L2" in before
             assert "wgmma.mma_async" in ptx and "e4m3.e4m3" in ptx
             assert "ttg.local_load" not in kernel.asm["ttgir"], f"{name} loads codes"
+        if name == "_hopper_codes_kernel":
+            code = assembly(kernel)
+            assert "QGMMA" in code and "USETMAXREG" in code and "LDL" not in code, name
+            # the producer copies the first codes of weights before the input is ready
+            assert "cp.async.bulk.tensor" in ptx.partition("griddepcontrol.launch_dependents")[0]
         if name == "_packed_gemv_kernel":
             assert "ld.global" in before
 
@@ -148,6 +153,12 @@ def coded(outputs: int, inputs: int) -> None:
         assert act.dtype == torch.uint8
         packed_linear_parts(act, tile_on_meta(name, down), None, parts, None, base.BF16)
         packed_linear(meta(9, half), tile_on_meta(name, down), None, parts)  # codes its input
+        height, width = (128, 128) if name == "fp8" else (64, 64)  # with roles of warps
+        wide = Codes(width, 128, 4, 4, 1, height, by_group, 0, roles=1)
+        packed_gated_linear(x, weight, None, "silu", wide, None, base.BF16, Coding(half, True))
+        if name == "fp8":
+            parts = Codes(128, 128, 6, 4, 2, 128, 1, 0, roles=1)
+            packed_linear_parts(act, tile_on_meta(name, down), None, parts, None, base.BF16)
 
 
 QWEN, GPT_OSS = (128, 2048, 768, 8), (32, 2880, 2880, 4)  # Qwen3-30B-A3B, gpt-oss-20b

@@ -1,7 +1,7 @@
 """Prints how fast fp8 layers are with 8-bit activations: `Codes` beside today's kernel and torch's.
 
     PYTHONPATH=.src python tests/lab/measure_codes.py OUT.json [--seconds 95] [--compile-only]
-        [--rows 8,32,...] [--formats fp8,blocks] [--jobs 16]
+        [--rows 8,32,...] [--formats fp8,blocks] [--forms codes,roles] [--jobs 16]
 
 It compiles all candidates in parallel processes, and meanwhile touches no GPU; `--compile-only`
 ends there, and needs no GPU. Then, for the four layers of Llama 8B with scales of rows ("fp8") and
@@ -11,10 +11,13 @@ kernels in CUDA graphs over copies of the weights that do not fit the cache:
 - the kernel that was chosen before, with activations in 16 bits as its input, quantising them
   itself where it is torch's (`before`);
 - `torch._scaled_mm` alone, of rows that are quantised already, with its plain output (`torch`);
-- each candidate of `Codes`. Inputs are coded already, except those of o, and of down with a scale
-  for each row, which have no kernel before them that can code them so. A gated layer with tiles of
-  128 weight rows codes its output, and the time of a kernel that codes counts for others. The next
-  kernel's time to read parts counts as well.
+- torch's product with weights in bf16, alone (`bf16`);
+- each candidate of `Codes`, of the kernel without roles (`codes`) and with them (`roles`), as
+  `codes_candidates` lists them; the fastest of each is printed, and after it the share that the
+  weight's bytes at 4.2 TB/s have of its time. Inputs are coded already, except those of o, and of
+  down with a scale for each row, which have no kernel before them that can code them so. A gated
+  layer with tiles of 128 weight rows codes its output, and the time of a kernel that codes counts
+  for others. The next kernel's time to read parts counts as well.
 
 Each result is compared with the product of the same codes in float32, and with that of numbers that
 are not rounded; a candidate that is wrong is named and left out. A second table has the norm with
@@ -38,6 +41,7 @@ from unittest.mock import patch
 
 import linear_tune
 import torch
+from codes_candidates import FORMS, candidates
 from measure_packed import copy_of, exact_result, layer_call, random_packed, tile_on_meta
 from torch import Tensor
 
@@ -75,43 +79,6 @@ SHAPES = {
 }
 ROWS = (32, 8, 64, 128, 256, 16)  # the most important first
 PARTS_RATE = 3e6  # bytes a microsecond at which the next kernel reads parts, mostly out of L2
-# (block_n, block_k, stages, warps) by rows of a program
-GATED = {
-    16: ((128, 128, 5, 8), (64, 128, 6, 4), (128, 128, 3, 8)),
-    32: ((128, 128, 5, 8), (64, 128, 6, 4), (128, 128, 3, 8)),
-    64: ((128, 128, 5, 8), (64, 128, 4, 4), (128, 128, 3, 8)),
-    128: ((128, 128, 4, 8), (64, 128, 3, 4), (64, 128, 4, 8)),
-    256: ((64, 128, 4, 8),),
-}
-SINGLE = {
-    16: ((64, 128, 6, 4), (128, 128, 5, 8), (64, 256, 4, 4)),
-    32: ((64, 128, 6, 4), (128, 128, 5, 8), (64, 256, 4, 4)),
-    64: ((64, 128, 6, 4), (128, 128, 5, 8), (64, 256, 3, 4)),
-    128: ((128, 128, 5, 8), (64, 128, 4, 4), (64, 256, 2, 4)),
-    256: ((64, 128, 4, 8), (128, 128, 4, 8)),
-}
-
-
-def candidates(name: str, shape: Shape, rows: int) -> Iterator[Codes]:
-    """The kernels worth measuring."""
-    bucket = bucket_of(rows) or rows
-    tiles = GATED if shape.role == "gate_up" else SINGLE
-    codings: tuple[int, ...] = (1,) if name == "blocks" or shape.role in ("o", "down") else (0,)
-    if name == "fp8" and shape.role == "down" and bucket >= 128:
-        codings = (1, 0)
-    for height in {bucket, 128} if bucket == 256 else (bucket,):
-        for block_n, block_k, stages, warps in tiles[height]:
-            for by_group in codings:
-                if by_group and block_k > 128:
-                    continue
-                programs = -(-shape.outputs // block_n) * max(1, rows // height)
-                splits = [s for s in (1, 2, 4, 8, 16) if 90 <= programs * s <= 530]
-                count = 3 if height <= 64 else 2
-                for split_k in (splits or [1])[:count] if shape.may_split else [1]:
-                    for promote in (1, 0) if bucket >= 64 and not by_group else (1,):
-                        yield Codes(
-                            *(block_n, block_k, stages, warps, split_k, height, by_group, promote)
-                        )
 
 
 def run(shape: Shape, choice: Codes, coded: Tensor, weight: TiledWeight) -> Tensor:
@@ -166,7 +133,7 @@ def compile_all(args: argparse.Namespace) -> None:
             if key not in seen:
                 seen.add(key)
                 layer_call(shape, own, x, weight)
-            for choice in candidates(name, shape, rows):
+            for choice in candidates(name, shape, rows, args.forms):
                 mode = "parts" if choice.split_k > 1 else shape.role
                 key = name, replace(choice, split_k=1), mode, shape.outputs
                 if key not in seen:
@@ -191,11 +158,13 @@ def compile_all(args: argparse.Namespace) -> None:
 class Measurement:
     """Measures layers until the deadline, and keeps the figures."""
 
-    def __init__(self, out: Path, deadline: float) -> None:
+    def __init__(self, out: Path, deadline: float, forms: list[str]) -> None:
+        self.forms = forms
         self.out, self.deadline, self.device = out, deadline, torch.device("cuda", 0)
         card = torch.cuda.get_device_name(0)
         self.figures: dict[str, Any] = {"card": card, "layers": [], "norms": []}
         self.coding: dict[tuple[int, int], float] = {}
+        self.dense: dict[Shape, list[Tensor]] = {}  # weights in bf16
         self.found: dict[tuple[str, Shape, int], dict[int, dict[Codes, float]]] = {}
         self.others: dict[tuple[str, Shape, int], dict[int, float]] = {}
 
@@ -226,11 +195,12 @@ class Measurement:
             after = self.coding_us(rows, shape.inputs)
         line["before us"], line["before error"] = before_us, error
         line["torch us"] = self.torch_us(name, shape, x, copies)
+        line["bf16 us"] = self.bf16_us(shape, x)
         key = name, shape, bucket_of(rows) or rows
         found = self.found.setdefault(key, {}).setdefault(rows, {})
         if before_us is not None:
             self.others.setdefault(key, {})[rows] = before_us + parts_us(own, shape, rows)
-        for choice in candidates(name, shape, rows):
+        for choice in candidates(name, shape, rows, self.forms):
             if time.monotonic() > self.deadline:
                 break
             coding = coding_of(weight, choice)
@@ -254,12 +224,11 @@ class Measurement:
             line["found"].append([us, error, *astuple(choice)])
         line["found"].sort()
         self.figures["layers"].append(line)
-        best = line["found"][0] if line["found"] else [float("nan")] * 2
-        tb = weight.nbytes / best[0] / 1e6
+        least = line["us at 4.2 TB/s"]
         print(
-            f"{name:6} {line['layer']:20} {rows:4} rows  before {before_us or 0:6.1f}  torch "
-            f"{line['torch us'] or 0:6.1f}  codes {best[0]:6.1f} us {tb:4.2f} TB/s  error "
-            f"{best[1]:.4f}  {best[2:]}",
+            f"{name:6} {line['layer']:18} {rows:3}  bytes {least:5.1f}  bf16 {line['bf16 us']:5.1f}"
+            f"  before {before_us or 0:5.1f}  torch {line['torch us'] or 0:5.1f}",
+            *(summary(form, line["found"], least) for form in self.forms),
             flush=True,
         )
         self.save()
@@ -314,6 +283,20 @@ class Measurement:
             print(f"  torch {name} {shape}: {problem}", flush=True)
             return None
 
+    def bf16_us(self, shape: Shape, x: Tensor) -> float:
+        """Microseconds of torch's product alone with weights of 16 bits."""
+        if shape not in self.dense:
+            size = shape.outputs, shape.inputs
+            count = -(-linear_tune.COLD_BYTES // (2 * shape.outputs * shape.inputs))
+            self.dense = {
+                shape: [torch.randn(size, device=self.device, dtype=BF16) for _ in range(count)]
+            }
+        calls: list[Callable[[], object]] = [
+            partial(torch.nn.functional.linear, x, weight) for weight in self.dense[shape]
+        ]
+        calls *= -(-linear_tune.MIN_CALLS // len(calls))
+        return linear_tune.time_in_graph(calls, repeats=3)
+
     def norms(self, rows: int) -> None:
         """The norm that sums parts, with numbers and with codes as its output."""
         x = torch.randn(rows, 4096, device=self.device, dtype=BF16)
@@ -347,6 +330,15 @@ class Measurement:
             print(f'    ("{table}", {shape}, {bucket}): {entry},  # {total[best]:.1f}, {other:.1f}')
 
 
+def summary(form: str, found: list[list[Any]], least: float) -> str:
+    """The fastest candidate of a form: microseconds, share of bytes' time, error, its fields."""
+    own = [each for each in found if bool(each[-1]) == (form == "roles")]
+    if not own:
+        return f" {form}: none"
+    us, error, *fields = own[0]
+    return f" {form} {us:5.1f} {least / us:4.0%} {error:.4f} {tuple(fields[:8])}"
+
+
 def run_late(shape: Shape, choice: Codes, coded: Tensor, weight: TiledWeight) -> Tensor:
     return run(shape, choice, coded, weight)
 
@@ -364,6 +356,7 @@ def main() -> None:
     parser.add_argument("--compile-only", action="store_true")
     parser.add_argument("--formats", type=lambda t: t.split(","), default=["fp8", "blocks"])
     parser.add_argument("--rows", type=lambda t: [int(n) for n in t.split(",")], default=ROWS)
+    parser.add_argument("--forms", type=lambda t: t.split(","), default=list(FORMS))
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args()
     began = time.monotonic()
@@ -373,7 +366,7 @@ def main() -> None:
     compilers = {name: compiler(args, name) for name in args.formats[:1]}
     os.waitpid(compilers[args.formats[0]], 0)
     compilers |= {name: compiler(args, name) for name in args.formats[1:]}  # while it measures
-    measurement = Measurement(args.out, began + args.seconds)
+    measurement = Measurement(args.out, began + args.seconds, args.forms)
     with torch.inference_mode():
         for rows in (8, 64, 256):
             measurement.norms(rows)

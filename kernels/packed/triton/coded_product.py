@@ -31,7 +31,7 @@ from ...linear.triton.gemv import gated
 from ...linear.triton.skinny import _TRITON_DTYPES, _tile
 from ...quant.tiled import TiledWeight
 from ..coding import SPAN, Coding
-from ..kinds import GATE_UP, PARTS, PLAIN, Codes, has_groups
+from ..kinds import GATE_UP, PARTS, PLAIN, Codes, codes_output, has_groups
 from .coded_rows import codes_of, empty_rows
 
 
@@ -345,12 +345,6 @@ def multiply(
         **options,
     )
     return result
-
-
-def codes_output(choice: Codes, mode: int, coding: Coding) -> bool:
-    """Whether the kernel can write what it computes as coded rows: of a gated layer, if a program
-    has a whole group."""
-    return mode == GATE_UP and coding.by_group and choice.block_n == SPAN
 
 
 hash_functions(globals())

@@ -1,0 +1,212 @@
+"""Linear layers of coded rows on Hopper GPUs, in Gluon: warps with roles of their own.
+
+One warp, the producer, copies codes of weights and of coded rows (see `packed.coded`) into shared
+memory by the tensor memory accelerator. One or two groups of four warps, the consumers, multiply
+them on the tensor cores, 64 rows each. The rows of a tile meet up to 256 weight rows, because each
+tile reads its rows from L2 again: at 128 rows and tiles of 128 weight rows, that takes longer than
+reading the weights from memory. As many programs as the GPU has multiprocessors take tiles in turn,
+and the producer copies the next tile's first codes while the consumers store the last tile. The
+first codes of weights are copied before the input is ready.
+
+Sums of whole rows stay in the tensor cores, as those of torch do, and keep about 14 bits. With
+`promote`, or with scales of groups, each step of 128 columns is a sum of its own, added in float32.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ...device import card_of
+from ...launch import fits_tma, hash_functions, pdl_options
+from ...linear.triton.skinny import _TRITON_DTYPES
+from ...quant.tiled import TiledWeight
+from ..coding import SPAN, Coding
+from ..kinds import GATE_UP, PARTS, PLAIN, Codes, codes_output, has_groups
+from .coded_roles import ROWS, STEP, consume, produce
+from .coded_rows import empty_rows
+
+SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
+# Registers of a thread: of a consumer, of the producer, and by the number of consumers the average
+# of all threads, where warps are counted in fours.
+_CONSUMER, _PRODUCER = 232, 40
+_AVERAGE = {1: 136, 2: 168}
+
+
+@gluon.jit(do_not_specialize=["num_rows", "split_k", "tiles"])
+def _hopper_codes_kernel(
+    w_source,  # codes [N, W], copied by [BLOCK_N, STEP]; gated: [2 N, W]
+    x_source,  # codes [M, W] of coded rows, copied by [ROWS * CONSUMERS, STEP]
+    x_scales,  # [M, ROW_FLOATS] float32, from the scales of the first row on
+    scales,  # [K / 128, rows / ROW_GROUP], or [N] or [2 N] factors of whole rows
+    bias,  # [N] or [2 N]
+    residual,  # [M, N]
+    out,  # [M, N], or [split_k, M, N] float32, or coded rows
+    out_scales,  # `out` as float32 from the first row's scales on, if it is coded rows
+    num_rows,  # M
+    num_outputs,  # N
+    steps,  # of 128 columns, in all
+    stride,  # of `scales`
+    part_steps,  # of a part
+    split_k,  # number of parts
+    out_bytes,  # of a coded row of `out`
+    tiles,
+    BLOCK_N: gl.constexpr,  # weight rows of a tile, of gate and up each
+    CONSUMERS: gl.constexpr,
+    STAGES: gl.constexpr,
+    ROW_FLOATS: gl.constexpr,  # a coded row, counted as float32
+    BY_GROUP: gl.constexpr,  # x has a scale for each row and 128 columns
+    ROW_GROUP: gl.constexpr,  # weight rows that share a scale of 128 columns; 0 = whole rows
+    PROMOTE: gl.constexpr,
+    BIAS: gl.constexpr,
+    RESIDUAL: gl.constexpr,
+    MODE: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    CODED: gl.constexpr,  # the output is coded rows with scales of groups; BLOCK_N is 128
+    DTYPE: gl.constexpr,
+    CONSUMER: gl.constexpr,  # registers of a thread
+    PRODUCER: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    GATES: gl.constexpr = 2 if MODE == 2 else 1
+    code: gl.constexpr = gl.float8e4nv
+    w_boxes = gl.allocate_shared_memory(code, [STAGES * GATES, BLOCK_N, STEP], SWIZZLED)
+    x_boxes = gl.allocate_shared_memory(code, [STAGES, ROWS * CONSUMERS, STEP], SWIZZLED)
+    x_tiles = x_boxes._reinterpret(code, [STAGES * CONSUMERS, ROWS, STEP], SWIZZLED)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=CONSUMERS)
+    fence_async_shared()
+    programs = gl.num_programs(0)
+    mine = (tiles - gl.program_id(0) + programs - 1) // programs  # tiles of this program
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (consume, (
+                    0, x_scales, scales, bias, residual, out, out_scales, w_boxes, x_tiles, full,
+                    empty, num_rows, num_outputs, steps, stride, part_steps, split_k, out_bytes,
+                    mine, BLOCK_N, CONSUMERS, STAGES, ROW_FLOATS, BY_GROUP, ROW_GROUP, PROMOTE,
+                    BIAS, RESIDUAL, MODE, ACTIVATION, CODED, DTYPE, PDL,
+                )),
+                (consume, (
+                    1, x_scales, scales, bias, residual, out, out_scales, w_boxes, x_tiles, full,
+                    empty, num_rows, num_outputs, steps, stride, part_steps, split_k, out_bytes,
+                    mine, BLOCK_N, CONSUMERS, STAGES, ROW_FLOATS, BY_GROUP, ROW_GROUP, PROMOTE,
+                    BIAS, RESIDUAL, MODE, ACTIVATION, CODED, DTYPE, PDL,
+                )),
+                (produce, (
+                    w_source, x_source, w_boxes, x_boxes, full, empty, num_rows, num_outputs, steps,
+                    part_steps, split_k, mine, BLOCK_N, CONSUMERS, STAGES, GATES, PDL,
+                )),
+            ],
+            [4, 1],
+            [CONSUMER, PRODUCER],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (
+                    0, x_scales, scales, bias, residual, out, out_scales, w_boxes, x_tiles, full,
+                    empty, num_rows, num_outputs, steps, stride, part_steps, split_k, out_bytes,
+                    mine, BLOCK_N, CONSUMERS, STAGES, ROW_FLOATS, BY_GROUP, ROW_GROUP, PROMOTE,
+                    BIAS, RESIDUAL, MODE, ACTIVATION, CODED, DTYPE, PDL,
+                )),
+                (produce, (
+                    w_source, x_source, w_boxes, x_boxes, full, empty, num_rows, num_outputs, steps,
+                    part_steps, split_k, mine, BLOCK_N, CONSUMERS, STAGES, GATES, PDL,
+                )),
+            ],
+            [1],
+            [PRODUCER],
+        )  # fmt: skip
+
+
+def multiply(
+    x: Tensor,
+    weight: TiledWeight,
+    choice: Codes,
+    dtype: torch.dtype,
+    mode: int = PLAIN,
+    bias: Tensor | None = None,
+    activation: str = "silu",
+    residual: Tensor | None = None,
+    coding: Coding | None = None,
+    programs: int | None = None,
+) -> Tensor:
+    """As `coded_product.multiply`. Programs default to one for each multiprocessor."""
+    rows, columns = weight.shape
+    source = Coding(columns, choice.by_group > 0)
+    assert x.is_contiguous() and x.shape[1] == source.row_bytes and choice.block_k == SPAN
+    grouped = has_groups(weight)
+    assert choice.by_group or not grouped
+    num_rows, num_outputs = x.shape[0], rows // (2 if mode == GATE_UP else 1)
+    codes = weight.words.view(torch.float8_e4m3fn)  # [N, W]
+    x_codes = x.view(torch.float8_e4m3fn)[:, : source.num_codes]
+    assert fits_tma(codes, x)
+    split_k = choice.split_k if mode == PARTS else 1
+    out = out_scales = None
+    coded = coding is not None and codes_output(choice, mode, coding)
+    if coded:
+        assert coding is not None and coding.columns == num_outputs
+        result, out, out_scales = empty_rows(x, num_rows, coding)
+    elif mode == PARTS:
+        shape = (split_k, num_rows, num_outputs)
+        result = torch.empty(shape, dtype=torch.float32, device=x.device)
+    else:
+        result = torch.empty(num_rows, num_outputs, dtype=dtype, device=x.device)
+    block_m = choice.block_m
+    consumers = block_m // int(ROWS.value)
+    tiles = triton.cdiv(num_rows, block_m) * triton.cdiv(num_outputs, choice.block_n) * split_k
+    if programs is None:
+        card = card_of(x.device)
+        programs = 4 if card is None else card.num_processors
+    step = int(STEP.value)
+    _hopper_codes_kernel[(min(tiles, programs),)](
+        TensorDescriptor.from_tensor(codes, [choice.block_n, step], SWIZZLED.value),
+        TensorDescriptor.from_tensor(x_codes, [block_m, step], SWIZZLED.value),
+        x.view(torch.float32)[:, source.num_codes // 4 :],
+        weight.scales,
+        x if bias is None else bias,
+        x if residual is None else residual,
+        result if out is None else out,
+        x if out_scales is None else out_scales,
+        num_rows,
+        num_outputs,
+        source.spans,
+        weight.scales.stride(0),
+        triton.cdiv(source.spans, split_k),
+        split_k,
+        coding.row_bytes if coded and coding is not None else 0,
+        tiles,
+        BLOCK_N=choice.block_n,
+        CONSUMERS=consumers,
+        STAGES=choice.stages,
+        ROW_FLOATS=source.row_bytes // 4,
+        BY_GROUP=choice.by_group > 0,
+        ROW_GROUP=weight.row_group if grouped else 0,
+        PROMOTE=choice.promote > 0,
+        BIAS=bias is not None,
+        RESIDUAL=residual is not None,
+        MODE=mode,
+        ACTIVATION=int(activation == "gelu_tanh"),
+        CODED=coded,
+        DTYPE=_TRITON_DTYPES[dtype],
+        CONSUMER=_CONSUMER,
+        PRODUCER=_PRODUCER,
+        num_warps=4,
+        maxnreg=_AVERAGE[consumers],
+        **pdl_options(x),
+    )
+    return result
+
+
+hash_functions(globals())
