@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 
+
+@functools.cache  # reading the metadata of a package takes milliseconds
 def version() -> str:
     """The version of the installed package, or "unknown" if it is not installed."""
     from importlib.metadata import PackageNotFoundError
