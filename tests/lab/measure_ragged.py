@@ -273,11 +273,12 @@ def others(rows: int) -> None:
     print(f"{rows} rows: norm with residual {norm:.1f} us, gated activation {gated:.1f} us")
     logits = torch.randn(rows, 128256, device=CUDA, dtype=torch.bfloat16)
     seeds, zeros = torch.zeros(rows, device=CUDA).long(), torch.zeros(rows, device=CUDA)
-    in_use, expected, line = picks.BEST_OF_BLOCK, logits.argmax(-1), []
-    for form in dict.fromkeys(
-        (in_use, (8, None), (8, 64), (8, 40), (16, None), (16, 40), (16, 32))
-    ):
+    in_use, expected = picks.BEST_OF_BLOCK, logits.argmax(-1)
+    print(f"tokens of {rows} rows of logits, {logits.numel() * 2 / PEAK:.1f} us by their bytes:")
+    sizes = ((8, None), (8, 64), (16, None), (16, 40), (16, 32))
+    for form in dict.fromkeys((in_use, *((*size, tiles) for size in sizes for tiles in (1, 4)))):
         picks.BEST_OF_BLOCK = form
+        line = []
         for is_greedy in (True, False):
             greedy = torch.full_like(zeros, is_greedy, dtype=torch.bool)
             draws = head_sample.Draws(seeds, seeds, greedy, zeros + (0.0 if is_greedy else 1.0))
@@ -285,10 +286,9 @@ def others(rows: int) -> None:
             if is_greedy and not torch.equal(tokens, expected):
                 print(f"WRONG tokens by {form}")
             spent = time_in_graph([partial(head_sample.pick_rows, logits, draws)] * 4)
-            line.append(f"{form} {'greedy' if is_greedy else 'drawn'} {spent:.1f}")
+            line.append(f"{'greedy' if is_greedy else 'drawn'} {spent:.1f}")
+        print(f"  {form}: {', '.join(line)}{' (in use)' if form == in_use else ''}", flush=True)
     picks.BEST_OF_BLOCK = in_use
-    least = logits.numel() * 2 / PEAK
-    print(f"tokens of {rows} rows of logits, {least:.1f} us by their bytes: {'; '.join(line)}")
 
 
 def main() -> None:

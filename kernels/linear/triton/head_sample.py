@@ -19,12 +19,12 @@ from torch import Tensor
 
 from ...launch import hash_functions, pdl_options, wait_for_inputs
 from ...sampling.triton.sample import BLOCK as LOGITS_BLOCK
-from ...sampling.triton.sample import gumbel, row_key
+from ...sampling.triton.sample import best_of_drawn_row, best_of_greedy_row, gumbel, row_key
 
 _BLOCK = 4096  # best tokens that the second kernel reads at once
-# (warps, limit of registers per thread) of a program that picks the best of a block of logits. Its
-# time is that of the programs of a multiprocessor which registers allow (`measure_ragged.py`).
-BEST_OF_BLOCK: tuple[int, int | None] = (8, None)
+# (warps, limit of registers per thread, tiles) of a program that picks the best of a block of
+# logits. The kernel's time depends on how many threads registers allow on a multiprocessor.
+BEST_OF_BLOCK: tuple[int, int | None, int] = (8, 80, 1)
 
 
 @triton.jit
@@ -185,35 +185,32 @@ def _best_of_block_kernel(
     first,  # the id of the first token
     NOISE: tl.constexpr,
     BLOCK: tl.constexpr,
+    TILES: tl.constexpr,  # of BLOCK logits, of a program
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    column = block * BLOCK + tl.arange(0, BLOCK)
-    inside, token = column < vocab_size, column + first
     wait_for_inputs(PDL)
-    logit = tl.load(logits + row * stride + column, mask=inside, other=float("-inf"))
-    logit = logit.to(tl.float32)
-    is_nan = logit != logit
-    finite = tl.where(is_nan, float("-inf"), logit)
-    top = tl.max(finite, 0)
-    score, value = finite, top
+    logits += row * stride
+    begin = block * TILES * BLOCK
+    is_drawn = NOISE
     if NOISE:
-        if tl.load(greedy + row) == 0:
-            seed, position = tl.load(seeds + row), tl.load(positions + row)
-            key_0, key_1 = row_key(seed, position, tl.full([], salt, tl.int32))
-            heat = tl.load(temperature + row)
-            heat = tl.where(heat > 0.0, heat, 1.0)
-            noise = gumbel(key_0, key_1, token.to(tl.uint32))
-            score = tl.div_rn(finite, heat + tl.zeros_like(finite)) + noise
-            score = tl.where(inside, score, float("-inf"))
-            value = tl.max(score, 0)
-    best_at = tl.min(tl.where(score == value, token, 2147483647), 0)
+        is_drawn = tl.load(greedy + row) == 0
+    if is_drawn:
+        seed, position = tl.load(seeds + row), tl.load(positions + row)
+        key_0, key_1 = row_key(seed, position, tl.full([], salt, tl.int32))
+        heat = tl.load(temperature + row)
+        heat = tl.where(heat > 0.0, heat, 1.0)
+        most, best_at, is_nan, top = best_of_drawn_row(
+            logits, begin, vocab_size, first, key_0, key_1, heat, BLOCK, TILES
+        )
+    else:
+        most, best_at, is_nan = best_of_greedy_row(logits, begin, vocab_size, BLOCK, TILES)
+        top = most
     at = row * num_blocks + block
-    tl.store(best + at, value)
-    tl.store(best_token + at, best_at)
-    top = tl.where(tl.max(is_nan.to(tl.int32), 0) > 0, float("nan"), top)
-    tl.store(largest + at, top)
+    tl.store(best + at, most)
+    tl.store(best_token + at, best_at + first)
+    tl.store(largest + at, tl.where(is_nan > 0, float("nan"), top))
 
 
 def pick_rows(logits: Tensor, draws: Any = None) -> tuple[Tensor, Tensor]:
@@ -249,7 +246,8 @@ def _best_of_blocks(logits: Tensor, draws: Any, first: int) -> HeadRows:
     """The best tokens of each block of logits [L, V], whose first column is the token `first`."""
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1
-    num_blocks = triton.cdiv(vocab_size, LOGITS_BLOCK)
+    num_warps, registers, tiles = BEST_OF_BLOCK
+    num_blocks = triton.cdiv(vocab_size, LOGITS_BLOCK * tiles)
     if draws is None:
         head = HeadRows(num_rows, logits.device, None, None, None, None, 0)
     else:
@@ -263,7 +261,6 @@ def _best_of_blocks(logits: Tensor, draws: Any, first: int) -> HeadRows:
             draws.salt,
         )
     *rows, salt = head.arguments(num_blocks)
-    num_warps, registers = BEST_OF_BLOCK
     if num_rows:
         _best_of_block_kernel[(num_rows, num_blocks)](
             logits,
@@ -275,6 +272,7 @@ def _best_of_blocks(logits: Tensor, draws: Any, first: int) -> HeadRows:
             first,
             NOISE=head.has_noise,
             BLOCK=LOGITS_BLOCK,
+            TILES=tiles,
             num_warps=num_warps,
             maxnreg=registers,
             **pdl_options(logits),

@@ -72,6 +72,52 @@ def gumbel(key_0, key_1, token):
 
 
 @triton.jit
+def best_of_greedy_row(
+    logits, begin, vocab_size, BLOCK: tl.constexpr, TILES: tl.constexpr
+):  # fmt: skip
+    """The largest logit of a part of a row, its column, and whether a logit is NaN."""
+    lane = tl.arange(0, BLOCK)
+    value = tl.full([BLOCK], float("-inf"), tl.float32)
+    best_at, is_nan = begin + lane, tl.zeros([BLOCK], tl.int32)
+    for tile in range(TILES):
+        column = begin + tile * BLOCK + lane
+        logit = tl.load(logits + column, mask=column < vocab_size, other=float("-inf"))
+        logit = logit.to(tl.float32)
+        is_nan |= (logit != logit).to(tl.int32)
+        best_at = tl.where(logit > value, column, best_at)  # no NaN is
+        value = tl.where(logit > value, logit, value)
+    most = tl.max(value, 0)
+    best_at = tl.min(tl.where(value == most, best_at, 2147483647), 0)
+    return most, best_at, tl.max(is_nan, 0)
+
+
+@triton.jit
+def best_of_drawn_row(
+    logits, begin, vocab_size, first, key_0, key_1, heat, BLOCK: tl.constexpr, TILES: tl.constexpr
+):  # fmt: skip
+    """The best score of a part of a row, its column, whether a logit is NaN, and the largest
+    logit. Each tile is reduced before the next, since the noise leaves no registers for more."""
+    lane = tl.arange(0, BLOCK)
+    most = tl.full([], float("-inf"), tl.float32)
+    best_at, is_nan, top = begin, tl.full([], 0, tl.int32), most
+    for tile in range(TILES):
+        column = begin + tile * BLOCK + lane
+        inside = column < vocab_size
+        logit = tl.load(logits + column, mask=inside, other=float("-inf")).to(tl.float32)
+        is_nan = tl.maximum(is_nan, tl.max((logit != logit).to(tl.int32), 0))
+        finite = tl.where(logit != logit, float("-inf"), logit)
+        top = tl.maximum(top, tl.max(finite, 0))
+        noise = gumbel(key_0, key_1, (column + first).to(tl.uint32))
+        score = tl.div_rn(finite, heat + tl.zeros_like(finite)) + noise
+        score = tl.where(inside, score, float("-inf"))
+        value = tl.max(score, 0)
+        at = tl.min(tl.where(score == value, column, 2147483647), 0)
+        best_at = tl.where(value > most, at, best_at)
+        most = tl.maximum(most, value)
+    return most, best_at, is_nan, top
+
+
+@triton.jit
 def best_of(score, first_token):
     """Find the largest score and its token id; NaN counts as -inf, so the id is always valid."""
     score = tl.where(score == score, score, float("-inf"))

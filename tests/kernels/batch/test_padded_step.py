@@ -180,10 +180,15 @@ def test_padded_rows_emit_nothing_and_are_never_bad(triton: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocab", [50, 9000])
+@pytest.mark.parametrize(("vocab", "tiles"), [(50, 1), (9000, 1), (50, 2), (9000, 2)])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, about inf and nan
-def test_pick_rows(vocab: int, dtype: torch.dtype) -> None:
+def test_pick_rows(
+    vocab: int, tiles: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where each of several ranks has a part of the vocabulary."""
+    from slipstream.kernels.linear.triton import head_sample as picks
+
+    monkeypatch.setattr(picks, "BEST_OF_BLOCK", (8, None, tiles))
     torch.manual_seed(vocab)
     logits = (torch.randn(6, vocab + 8) * 3).to(dtype)[:, :vocab]
     logits[2, 7] = logits[2, vocab - 3] = 30.0  # a tie: the lower id
