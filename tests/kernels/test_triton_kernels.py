@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -131,6 +132,36 @@ def test_rotary_store_kv(dtype: torch.dtype) -> None:
     expected = rotary_store_kv_reference(query, key, value, rotation, expected_cache, slots)
     close(kernels.rotary_store_kv(query, key, value, rotation, cache, slots), expected)
     close(cache, expected_cache)
+
+
+@pytest.mark.parametrize("heads", [2, 4, 16])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotary_store_kv_of_halves(dtype: torch.dtype, heads: int) -> None:
+    """Queries, keys and values fill their blocks of heads in part, and tokens have gaps."""
+    from slipstream.kernels.linear.triton import norm_rope as kernels
+
+    rotation = Rotation(torch.randint(0, 50, (11,)), torch.randn(50, 64))
+    slots, cache = slots_with_gaps(9, 24), torch.randn(2, 6, 4, 3, 64).to(dtype)
+    query, key, value = (heads_of(9, count, 64, dtype) for count in (6, 3, 3))
+    expected_cache = cache.clone()
+    args = (query, key, value, rotation)
+    expected = rotary_store_kv_reference(*args, expected_cache, slots)
+    close(kernels.rotary_store_kv(*args, cache, slots, halves=(heads, 2)), expected)
+    close(cache, expected_cache)
+
+
+def test_halves_are_turned_whole_and_without_norms() -> None:
+    from slipstream.kernels.linear.triton.rotation import turns_halves
+
+    def turns(dim: int = 128, rot_dim: int = 128, **options: Any) -> bool:
+        rotation = Rotation(torch.arange(9), torch.randn(50, rot_dim), **options)
+        return turns_halves(torch.randn(9, 4, dim), rotation)
+
+    assert turns() and turns(64, 64)
+    assert not turns(rot_dim=64) and not turns(interleaved=True) and not turns(96, 96)
+    assert not turns(norms=(torch.ones(128), torch.ones(128), 1e-6))
+    whole = Rotation(torch.arange(9), torch.randn(50, 128))
+    assert not turns_halves(torch.randn(2, 9, 4, 128), whole)  # parts, which are summed first
 
 
 @pytest.mark.parametrize("parts", [0, 3])

@@ -121,6 +121,8 @@ def parts_of(num_parts: int) -> None:
     qkv = t(num_parts, 16, 48, 128, dtype=torch.float32).split([32, 8, 8], dim=2)
     rotation = Rotation(positions, cos_sin)
     norm.rotary_store_kv(*qkv, rotation, t(2, 9, 16, 8, 128), positions)
+    whole = t(16, 48, 128).split([32, 8, 8], dim=1)
+    norm.rotary_store_kv(*whole, rotation, t(2, 9, 16, 8, 128), positions, halves=(32, 2))
     normed = replace(rotation, norms=(t(128), t(128), 1e-6))
     norm.rotary_qkv(*qkv, normed, base.BF16)
 

@@ -39,6 +39,7 @@ from slipstream.kernels.linear.triton.norm_rope import fused_add_rms_norm, rotar
 
 HEADS, KV_HEADS, DIM, PAGE, HIDDEN, INNER = 32, 8, 128, 16, 4096, 14336
 BANDWIDTH = 4.2e6  # bytes a microsecond
+HALVES = [(8, 2), (16, 2), (16, 4), (32, 2), (32, 4), (32, 8)]  # heads and warps of a program
 SECONDS_OF_A_TURN, SECONDS_OF_TURNS, SECONDS_OF_ALL = 8.0, 25.0, 58.0
 FORMS: dict[str, Tiles | Form | None] = {
     "today": Tiles(64, 64, 4, 2),
@@ -166,16 +167,21 @@ def elementwise(rows: int) -> dict[str, tuple[Callable[[], object], int]]:
     rotation = Rotation(positions, torch.randn(rows, DIM, device="cuda"))
     cache = torch.zeros(2, rows // PAGE + 1, PAGE, KV_HEADS, DIM, **options)
     parts = qkv.split([HEADS, KV_HEADS, KV_HEADS], 1)
+
+    def rotate(halves: tuple[int, int] | None) -> Callable[[], object]:
+        return lambda: rotary_store_kv(*parts, rotation, cache, positions, halves=halves)
+
     return {
         "SwiGLU": (lambda: silu_and_mul(both), 6 * rows * INNER),
         "residual and norm": (
             lambda: fused_add_rms_norm(x, residual, weight, 1e-5),
             8 * rows * HIDDEN,
         ),
-        "rotary and KV write": (
-            lambda: rotary_store_kv(*parts, rotation, cache, positions),
-            4 * qkv.numel(),
-        ),
+        "rotary and KV write": (rotate(None), 4 * qkv.numel()),
+        **{
+            f"by {heads} heads, {warps} warps": (rotate((heads, warps)), 4 * qkv.numel())
+            for heads, warps in HALVES
+        },
     }
 
 

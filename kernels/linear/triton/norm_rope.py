@@ -12,7 +12,11 @@ from torch import Tensor
 from ...launch import hash_functions, pdl_options, wait_for_inputs
 from ...quant.triton.e4m3 import to_cache
 from ..rotation import Rotation
-from .rotation import load_parts, pairs
+from .rotation import load_parts, pairs, rotate_halves, turns_halves
+
+# The heads and warps of a program that rotates whole heads, see `rotate_halves`. None = another
+# kernel rotates these, too. Turned on it reads (32, 2).
+HALVES: tuple[int, int] | None = None
 
 
 @triton.jit(do_not_specialize=["num_rows", "inner"], do_not_specialize_on_alignment=["rows"])
@@ -332,15 +336,20 @@ def rotary_store_kv(
     slot_mapping: Tensor,
     dtype: torch.dtype | None = None,
     scales: tuple[float, float] | None = None,
+    halves: tuple[int, int] | None = None,
 ) -> Tensor:
     """See `kernels.attention.rotary_store_kv.rotary_store_kv`.
 
     `dtype` is that of the result if query is given as parts, by default the cache's; `scales` are
-    those of an e4m3 cache.
+    those of an e4m3 cache; `halves` overrides `HALVES`.
     """
     assert kv_cache.is_contiguous()
     rotated = _like(query, (dtype or kv_cache.dtype) if query.dim() == 4 else query.dtype)
     outputs = (rotated, kv_cache[0], kv_cache[1])
+    halves = halves or HALVES
+    if halves is not None and turns_halves(query, rotation):
+        rotate_halves(query, key, value, rotation, outputs, slot_mapping, scales, halves)
+        return rotated
     _launch_rotary(query, key, value, rotation, outputs, slot_mapping, scales)
     return rotated
 

@@ -168,13 +168,19 @@ def test_rotary_store_and_attention_in_one_kernel(
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("num_parts", "has_norms"), [(0, False), (3, True)])
+@pytest.mark.parametrize(
+    ("num_parts", "has_norms", "dim"), [(0, False, 24), (3, True, 24), (0, False, 32)]
+)
 def test_rotary_embedding_and_store_of_a_prefill(
-    num_parts: int, has_norms: bool, monkeypatch: pytest.MonkeyPatch
+    num_parts: int, has_norms: bool, dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    args = fused.case(2, [9, 30, 0], (4, 2), 24, 12, num_parts)
+    """Heads of 32 values are turned whole."""
+    from slipstream.kernels.linear.triton import norm_rope
+
+    monkeypatch.setattr(norm_rope, "HALVES", (4, 2))
+    args = fused.case(2, [9, 30, 0], (4, 2), dim, 12 if dim == 24 else dim, num_parts)
     args["kv_cache"] = stored(args["kv_cache"])
-    norms = (torch.rand(24), torch.rand(24), 1e-6) if has_norms else None
+    norms = (torch.rand(dim), torch.rand(dim), 1e-6) if has_norms else None
     *qkv, rotation, cache, rows, _ = rotary_inputs(**args, norms=norms, fp8=FP8)
     expected_cache = cache.clone()
     inputs = (*qkv, rotation)
