@@ -67,7 +67,7 @@ def fused_add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Compute rms_norm(x + residual) and x + residual, both [T, H].
 
-    x: [T, H], or float32 parts [S, T, H] to sum; residual: [T, H], or a larger matrix from which
+    x: [T, H], or parts [S, T, H] to sum in float32; residual: [T, H], or a larger matrix from which
     `rows` [T] int64 selects rows. The results are written to `out`, which must be contiguous, and
     `stream`, if given. Both inputs may be overwritten.
     """
@@ -89,7 +89,7 @@ def fused_add_rms_norm_reference(
 ) -> tuple[Tensor, Tensor]:
     """The plain version of `fused_add_rms_norm`; it does not change its inputs."""
     if x.dim() > residual.dim():
-        residual = (x.sum(0) + residual).to(residual.dtype)
+        residual = (x.float().sum(0) + residual).to(residual.dtype)
     else:
         residual = x + residual
     return rms_norm_reference(residual, weight, eps), residual

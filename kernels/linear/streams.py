@@ -42,7 +42,7 @@ def stream_reference(hidden: Tensor, residual: Tensor | None) -> Tensor:
     if residual is None:
         return hidden
     if hidden.dim() > residual.dim():
-        return (hidden.sum(0) + residual).to(residual.dtype)
+        return (hidden.float().sum(0) + residual).to(residual.dtype)
     return hidden + residual
 
 

@@ -17,6 +17,9 @@ from .kinds import Codes, fits_codes, fits_roles, format_name, has_groups
 
 USE_ROLES = False  # whether 33 to 256 rows are multiplied by warps with roles
 
+# With `USE_ROLES` on Hopper this table comes first, for 17 rows and more; None = a kernel without
+# roles. Layers of 33 rows and more that it does not name follow `_with_roles`.
+_ROLES: Mapping[tuple[str, Shape, int], Codes | None] = {}
 # format, shape, upper bound of rows -> the fastest kernel; None = not this one. Measured by
 # `tests/lab/measure_codes.py` on an H200, with the shapes of Llama 3 8B.
 Key: TypeAlias = tuple[str, Shape, int]
@@ -47,9 +50,10 @@ def choose_coded(weight: TiledWeight, shape: Shape, num_rows: int) -> Codes | No
     if num_rows < 2 or bucket is None or not asks_for_codes(weight):
         return None
     key = format_name(weight), shape, bucket
-    if USE_ROLES and bucket >= 64:
-        choice = _with_roles(shape, bucket, has_groups(weight))
-        if is_hopper(weight) and fits_roles(weight, shape.role, choice.block_n):
+    if USE_ROLES and bucket >= 32 and is_hopper(weight):
+        rule = _with_roles(shape, bucket, has_groups(weight)) if bucket >= 64 else None
+        choice = _ROLES.get(key, rule)
+        if choice is not None and fits_roles(weight, shape.role, choice.block_n):
             return choice
     if key in _MEASURED:
         return _MEASURED[key]

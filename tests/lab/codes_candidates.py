@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from slipstream.kernels.linear.linear_choice import Shape, bucket_of
 from slipstream.kernels.packed.kinds import Codes
@@ -69,7 +70,9 @@ def _with_roles(name: str, shape: Shape, rows: int) -> Iterator[Codes]:
             scratch = 2 * 64 * 128 if gates == 2 else 0
             stages = (SHARED - scratch) // ((block_n * gates + height) * 128)
             for split_k in splits if shape.may_split else [1]:
-                yield Codes(
-                    *(block_n, 128, min(stages, 8), 4, split_k, height, by_group, 0, 0),
-                    roles=1,
+                choice = Codes(
+                    *(block_n, 128, min(stages, 8), 4, split_k, height, by_group, 0, 0), roles=1
                 )
+                yield choice
+                if split_k > 1 and block_n == 128 and shape.role in ("o", "down"):
+                    yield replace(choice, narrow=1)

@@ -332,11 +332,11 @@ class Measurement:
 
 def summary(form: str, found: list[list[Any]], least: float) -> str:
     """The fastest candidate of a form: microseconds, share of bytes' time, error, its fields."""
-    own = [each for each in found if bool(each[-1]) == (form == "roles")]
+    own = [each for each in found if Codes(*each[2:]).roles == (form == "roles")]
     if not own:
         return f" {form}: none"
     us, error, *fields = own[0]
-    return f" {form} {us:5.1f} {least / us:4.0%} {error:.4f} {tuple(fields[:8])}"
+    return f" {form} {us:5.1f} {least / us:4.0%} {error:.4f} {tuple(map(int, fields))}"
 
 
 def run_late(shape: Shape, choice: Codes, coded: Tensor, weight: TiledWeight) -> Tensor:
@@ -346,7 +346,8 @@ def run_late(shape: Shape, choice: Codes, coded: Tensor, weight: TiledWeight) ->
 def parts_us(choice: PackedChoice, shape: Shape, rows: int) -> float:
     """What it costs the next kernel to read parts instead of one output in 16 bits."""
     split_k = getattr(choice, "split_k", 1) if shape.may_split else 1
-    return 0.0 if split_k == 1 else (4 * split_k - 2) * rows * shape.outputs / PARTS_RATE
+    size = 2 if getattr(choice, "narrow", 0) else 4
+    return 0.0 if split_k == 1 else (size * split_k - 2) * rows * shape.outputs / PARTS_RATE
 
 
 def main() -> None:

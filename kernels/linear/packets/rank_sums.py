@@ -25,9 +25,9 @@ def sum_packets(
 ) -> Tensor:
     """residual + the sum of x over the ranks, [M, H] of `dtype`; on a GPU.
 
-    x: [M, H] of `dtype`, or float32 parts [S, M, H] of it, which are added up first; contiguous.
-    residual: [M, H]. A rank's part, the sum and the result are each rounded to `dtype`. The order
-    of the ranks is the same everywhere, so that all get the same bits.
+    x: [M, H] of `dtype`, or parts [S, M, H] of it, perhaps in float32, which are added up first;
+    contiguous. residual: [M, H]. A rank's part, the sum and the result are each rounded to `dtype`.
+    The order of the ranks is the same everywhere, so that all get the same bits.
     """
     from .triton.rank_sums import sum_packets as launch
 

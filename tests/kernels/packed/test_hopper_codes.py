@@ -10,8 +10,15 @@ import pytest
 import torch
 
 from slipstream.kernels.linear.linear_choice import Shape
+from slipstream.kernels.linear.norm_rope import fused_add_rms_norm, fused_add_rms_norm_reference
 from slipstream.kernels.packed import coded_choice
-from slipstream.kernels.packed.coded import Coding, code_rows, code_rows_reference, decode_rows
+from slipstream.kernels.packed.coded import (
+    Coding,
+    code_rows,
+    code_rows_reference,
+    decode_rows,
+    norm_and_code,
+)
 from slipstream.kernels.packed.coded_linear import coding_of
 from slipstream.kernels.packed.kinds import GATE_UP, PARTS, PLAIN, Codes, fits_roles
 from slipstream.kernels.packed.linear import packed_gated_linear, packed_linear_parts
@@ -55,6 +62,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
         ("fp8 rows", "gated", 67, 520, 2, {"block_m": 128, "block_n": 16, "by_group": 1}),
         ("fp8 rows", "parts", 9, 1032, 2, {"split_k": 2, "block_m": 128, "by_group": 1}),
         ("fp8 rows", "gated", 3, 1032, 1, {"stages": 2, "block_n": 16}),
+        ("fp8 rows", "parts", 5, 520, 2, {"split_k": 2, "by_group": 1, "narrow": 1}),
         ("fp8 rows", "parts", 9, 328, 1, {"split_k": 4, "stages": 2}),  # one part has no step
         ("fp8 blocks", "gated", 66, 264, 2, {"by_group": 1, "block_n": 64}),
         ("fp8 blocks", "parts", 17, 520, 2, {"by_group": 1, "split_k": 2}),
@@ -91,8 +99,9 @@ def test_products_are_those_of_the_codes(
         close(got, torch.nn.functional.silu(gate) * up, 2e-3)
     else:
         parts = kernel.multiply(coded, weight, choice, HALF, PARTS, bias, **given)
-        assert parts.shape == (choice.split_k, rows, columns) and parts.dtype == torch.float32
-        close(parts.sum(0), product, 1e-5)
+        assert parts.shape == (choice.split_k, rows, columns)
+        assert parts.dtype == (HALF if choice.narrow else torch.float32)
+        close(parts.double().sum(0), product, 1e-3 if choice.narrow else 1e-5)
 
 
 @pytest.mark.parametrize("outputs", [256, 168])
@@ -120,6 +129,22 @@ def test_it_equals_the_kernel_without_roles(kernel: Any) -> None:
         close(got, packed_linear_parts(x, weight, None, other).sum(0).double(), 1e-5)
 
 
+@pytest.mark.parametrize("dtype", [HALF, torch.bfloat16])
+def test_norms_sum_parts_of_16_bits_in_float32(dtype: torch.dtype) -> None:
+    parts, stream = torch.randn(4, 3, 256).to(dtype), torch.randn(3, 256).to(dtype)
+    gain, coding = torch.rand(256).to(dtype), Coding(256, True)
+    wide = parts.float()
+    for got, exact in (
+        (fused_add_rms_norm(parts, stream.clone(), gain, 1e-5),
+         fused_add_rms_norm(wide, stream.clone(), gain, 1e-5)),
+        (norm_and_code(parts, stream, gain, 1e-5, coding),
+         norm_and_code(wide, stream, gain, 1e-5, coding)),
+        (fused_add_rms_norm_reference(parts, stream, gain, 1e-5),
+         fused_add_rms_norm_reference(wide, stream, gain, 1e-5)),
+    ):  # fmt: skip
+        assert all(torch.equal(*pair) for pair in zip(got, exact, strict=True))
+
+
 def test_it_is_chosen_on_hopper_where_it_is_turned_on(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = {role: Shape(role, 4096, 4096) for role in ("qkv", "o", "down")}
     layers["gate_up"] = Shape("gate_up", 28672, 4096)
@@ -140,6 +165,12 @@ def test_it_is_chosen_on_hopper_where_it_is_turned_on(monkeypatch: pytest.Monkey
     on(10)
     assert before == {(role, rows): chosen(role, rows) for role, rows in before}
     on(9)
+    measured = replace(TILE, narrow=1)
+    table = {("fp8", layers["o"], 32): measured, ("fp8", layers["o"], 64): None}
+    monkeypatch.setattr(coded_choice, "_ROLES", table)
+    assert chosen("o", 20) == measured and chosen("o", 40) == before["o", 40]
+    assert chosen("down", 20) is None
+    monkeypatch.setattr(coded_choice, "_ROLES", {})
     for role, rows in before:
         choice = chosen(role, rows)
         if rows == 16:

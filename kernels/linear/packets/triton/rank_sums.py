@@ -24,7 +24,7 @@ def _value(words, DTYPE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _rank_sum_kernel(
-    x,  # [M, H]; PARTS: [PARTS, M, H] float32
+    x,  # [M, H]; PARTS: [PARTS, M, H], of 16 bits or float32
     residual,  # [M, H]
     out,  # [M, H]
     mine,  # as the rest in `PacketMemory`
@@ -52,7 +52,8 @@ def _rank_sum_kernel(
     if PARTS:
         value = tl.zeros([_WORDS, 2], tl.float32)
         for part in tl.static_range(PARTS):
-            value += tl.load(x + part * num_rows * WIDTH + at, mask=inside, other=0.0)
+            own_part = tl.load(x + part * num_rows * WIDTH + at, mask=inside, other=0.0)
+            value += own_part.to(tl.float32)
     else:
         value = tl.load(x + at, mask=inside, other=0.0)
     low, high = tl.split(value.to(dtype).to(tl.int16, bitcast=True).to(tl.int32))
@@ -85,7 +86,7 @@ def sum_packets(
     `compile_sum`."""
     num_rows, width = x.shape[-2:]
     assert packets_fit(num_rows, width, dtype) and x.is_contiguous()
-    assert x.dtype is (torch.float32 if x.dim() == 3 else dtype)
+    assert x.dtype is dtype or (x.dim() == 3 and x.dtype is torch.float32)
     assert residual is None or (residual.is_contiguous() and residual.shape[-2:] == x.shape[-2:])
     out = torch.empty(num_rows, width, dtype=dtype, device=x.device)
     kernel = _rank_sum_kernel.run(
