@@ -119,6 +119,11 @@ def test_products_are_those_of_the_codes(name: str, size: int, rows: int, roles:
             assert parts.shape == (3, rows, 640)
             # the tensor cores keep about 14 bits of the sum of a step, or of all
             close(parts.sum(0), product, 1e-3 if choice.promote else 4e-3)
+            if roles:
+                narrow = replace(choice, split_k=3, narrow=1)
+                parts = packed_linear_parts(coded, weight, None, narrow, dtype=BF16)
+                assert parts.dtype == BF16
+                close(parts.double().sum(0), product, 8e-3)
             if roles and not fits_roles(weight, "gate_up", choice.block_n):
                 continue
             gate, up = product.chunk(2, -1)
