@@ -79,12 +79,14 @@ class DeltaParameters(nn.Module):
         self.whole, self.ranks = whole, fmt.ranks
         shape = rank_shape(whole, fmt.ranks)
         sizes = {
-            "conv": (shape.conv_channels, shape.conv_width),
+            "conv": (shape.conv_width, shape.conv_channels),
             "decay_rate": (shape.num_value_heads,),
             "dt_bias": (shape.num_value_heads,),
         }
         for name, size in sizes.items():
-            self.register_buffer(name, torch.empty(size, dtype=torch.float32, device=fmt.device))
+            empty = torch.empty(size, dtype=torch.float32, device=fmt.device)
+            # Stored tap by tap, so that a kernel loads neighbouring channels at once.
+            self.register_buffer(name, empty.t() if name == "conv" else empty)
         self.weights = DeltaWeights(self.conv, self.decay_rate, self.dt_bias)
 
     def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]:

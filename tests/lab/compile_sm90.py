@@ -281,7 +281,7 @@ def recurrent() -> None:
         shape = rows.DeltaShape(16, heads, 128, 128, 4)
         f32 = torch.float32
         weights = rows.DeltaWeights(
-            t(shape.conv_channels, 4, dtype=f32), t(heads, dtype=f32), t(heads, dtype=f32)
+            t(4, shape.conv_channels, dtype=f32).t(), t(heads, dtype=f32), t(heads, dtype=f32)
         )
         state, tails = t(3, heads, 128, 128, dtype=f32), t(3, 3 + log, shape.channels)
         states = rows.DeltaState(state, tails, state, t(3, 3, shape.channels))

@@ -29,6 +29,8 @@ def _mix_kernel(
     history,  # [R + 1, 3 + LOG, channels]
     rows,  # [7, N*]
     chunks,  # [C, 4]: batch row, the row's first token, tokens before the chunk, its tokens
+    conv_stride,
+    tap_stride,
     x_stride,
     rows_stride,
     LOG: tl.constexpr,
@@ -54,7 +56,7 @@ def _mix_kernel(
     base = tl.where(is_value, 2 * HK * DK + (head - 2 * HK) * DV, head * DK)
     inside = at < tl.where(is_value, DV, DK)
     channel = base + at
-    w0, w1, w2, w3 = conv_weights(conv, channel, inside)
+    w0, w1, w2, w3 = conv_weights(conv, conv_stride, tap_stride, base, at, inside)
     token = before + tl.arange(0, CHUNK)  # in the row
     exists = tl.arange(0, CHUNK) < count
     total = tl.zeros((CHUNK, BLOCK), tl.float32)
@@ -286,8 +288,8 @@ def absorb_bulk(
     values = x.new_empty(tokens, heads, shape.value_dim)
     stride, num_slots = rows.values.stride(0), state.state.shape[0]
     _mix_kernel[(chunks.shape[0], 2 * shape.num_key_heads + heads)](
-        x, mixed, weights.conv, state.history, rows.values, chunks, x.stride(0), stride,
-        LOG=rows.log, BLOCK=max(block_k, block_v), **sizes,
+        x, mixed, weights.conv, state.history, rows.values, chunks, *weights.conv.stride(),
+        x.stride(0), stride, LOG=rows.log, BLOCK=max(block_k, block_v), **sizes,
     )  # fmt: skip
     _solve_kernel[(chunks.shape[0], heads)](
         x, mixed, weights.decay_rate, weights.dt_bias, chunks, decays, keys, values, x.stride(0),

@@ -24,19 +24,21 @@ def row_fields(rows, rows_stride, row):
 
 
 @triton.jit
-def conv_weights(conv, channel, inside):
-    """The four taps of each channel; conv: [channels, 4]."""
-    w0 = tl.load(conv + channel * 4, mask=inside, other=0.0)
-    w1 = tl.load(conv + channel * 4 + 1, mask=inside, other=0.0)
-    w2 = tl.load(conv + channel * 4 + 2, mask=inside, other=0.0)
-    w3 = tl.load(conv + channel * 4 + 3, mask=inside, other=0.0)
+def conv_weights(conv, conv_stride, tap_stride, first, at, inside):
+    """The four taps of the channels first + at; conv: [channels, 4] with these strides."""
+    own = conv + first * conv_stride + at * conv_stride
+    w0 = tl.load(own, mask=inside, other=0.0)
+    w1 = tl.load(own + tap_stride, mask=inside, other=0.0)
+    w2 = tl.load(own + 2 * tap_stride, mask=inside, other=0.0)
+    w3 = tl.load(own + 3 * tap_stride, mask=inside, other=0.0)
     return w0, w1, w2, w3
 
 
 @triton.jit
 def convolved(x0, x1, x2, x3, w0, w1, w2, w3):
     """silu of the convolution; x3 is the token's own input."""
-    y = x0 * w0 + x1 * w1 + x2 * w2 + x3 * w3
+    y = x0.to(tl.float32) * w0 + x1.to(tl.float32) * w1
+    y = y + x2.to(tl.float32) * w2 + x3.to(tl.float32) * w3
     return y * tl.sigmoid(y)
 
 
@@ -54,11 +56,9 @@ def log_decay(a, rate, bias):
 
 
 @triton.jit
-def gates(token, b_channel, NUM_HEADS: tl.constexpr, rate, bias):
+def gates_of(a, b, rate, bias):
     """The log decay and the beta of one head, from a token's inputs."""
-    b = tl.load(token + b_channel).to(tl.float32)
-    a = tl.load(token + b_channel + NUM_HEADS).to(tl.float32)
-    return log_decay(a, rate, bias), tl.sigmoid(b)
+    return log_decay(a.to(tl.float32), rate, bias), tl.sigmoid(b.to(tl.float32))
 
 
 hash_functions(globals())
