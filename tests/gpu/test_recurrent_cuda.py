@@ -79,7 +79,9 @@ def test_outputs_are_normed_and_gated(log: int, long: int) -> None:
     expected = plain.kernel(x, plain.weights, shape, plain.state, plain.rows(rows), gate)
     moved = OutputGate(gate.values.cuda(), gate.weight.cuda(), gate.eps)
     got = own.kernel(x.cuda(), own.weights, shape, own.state, own.rows(rows), moved).cpu()
-    torch.testing.assert_close(got[: long + 1], expected[: long + 1], atol=4e-2, rtol=4e-2)
+    error = (got[: long + 1] - expected[: long + 1]).float().norm(dim=1)
+    # A head whose values nearly cancel is scaled up by the norm, and its rounding with it.
+    assert (error / expected[: long + 1].float().norm(dim=1)).max() < 2e-2
     assert not got[long + 1 :].any()
 
 
