@@ -11,6 +11,7 @@ import logging
 import sys
 import time
 from collections import deque
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from ..parallel.commands import (
 )
 from ..parallel.group import RankEnd
 from ..parallel.rank_processes import Host
+from ..parallel.small_sums import GiveUp
 from ..process import WorkerOrders, end_now, receive_orders
 from ..scheduling.plan import StepPlan
 from ..startup.assembly import assemble
@@ -133,7 +135,7 @@ def serve(orders: WorkerOrders) -> int:
     config, rank = orders.config, orders.rank
     end = RankEnd(orders)
     try:
-        runner = _build(orders)
+        runner = _build(orders, partial(_give_up, end, rank))
         in_flight = 2 if config.scheduler.async_scheduling else 1
         Follower(runner, end, rank, in_flight).run()
         status = 0
@@ -149,13 +151,22 @@ def serve(orders: WorkerOrders) -> int:
     return status
 
 
-def _build(orders: WorkerOrders) -> ModelRunner:
+def _give_up(end: RankEnd, rank: int, sentence: str) -> None:
+    """End this process, whose main thread waits in vain for another rank."""
+    end.answer(RankFault(rank, f"tensor-parallel rank {rank} ended: {sentence}"))
+    end.close()
+    end_now(1)
+
+
+def _build(orders: WorkerOrders, give_up: GiveUp) -> ModelRunner:
     config, hosted = orders.config, orders.hosted
     host = None if hosted is None else Host(hosted.address)
     with start_ahead(config) as ahead:
         if torch.cuda.is_available():
             spare_modules()
-        groups = join_ranks(config, orders.rank, orders.rendezvous, host, orders.engines)
+        groups = join_ranks(
+            config, orders.rank, orders.rendezvous, host, orders.engines, give_up=give_up
+        )
         return ModelRunner(assemble(config, lambda progress: None, ahead, *groups))
 
 

@@ -33,6 +33,7 @@ from ..parallel.group import RankGroup
 from ..parallel.rank_processes import Host
 from ..parallel.ranks import Ranks
 from ..parallel.rendezvous import Rendezvous
+from ..parallel.small_sums import GiveUp
 from ..process import EngineOrders
 from ..scheduling.plan import RowResult, StepPlan
 from ..startup.build import build_model_runner
@@ -52,12 +53,14 @@ def join_ranks(
     host: Host | None = None,
     orders: EngineOrders | None = None,
     calls: Calls | None = None,
+    give_up: GiveUp | None = None,
 ) -> tuple[Ranks | None, EngineGroup | None]:
     """Take the device of a rank and join its groups; returns when all ranks have joined.
 
     The groups are the ranks of its model, if there are several, and the engines that share the
     experts, if there are `orders`. `host` is this process's if the ranks are on several hosts;
-    `calls` are those of an engine's first rank.
+    `calls` are those of an engine's first rank; `give_up` ends this process, with a sentence for
+    the server, if its GPU waits in vain for another one.
     """
     size = config.parallel.tensor_parallel_size
     if host is None and choose_device(config.model.device).type == "cuda":
@@ -69,7 +72,7 @@ def join_ranks(
     device = choose_device(config.model.device)  # the first that this process sees
     if orders is None:
         meet(rank, size, rendezvous, device, host)
-        collectives = _sums_of_model(config, device)
+        collectives = _sums_of_model(config, device, give_up)
         by_expert = config.parallel.enable_expert_parallel
         return Ranks(rank, size, collectives, by_expert, collectives.packets), None
     own = orders.engine * size + rank
@@ -91,15 +94,17 @@ def join_ranks(
     engines = EngineGroup(orders.engine, orders.size, experts, numbers, calls)
     if size == 1:
         return None, engines
-    collectives = _sums_of_model(config, device, of_model)
+    collectives = _sums_of_model(config, device, give_up, of_model)
     return Ranks(rank, size, collectives, True, collectives.packets), engines
 
 
-def _sums_of_model(config: Config, device: torch.device, group: Any = None) -> Collectives:
+def _sums_of_model(
+    config: Config, device: torch.device, give_up: GiveUp | None, group: Any = None
+) -> Collectives:
     """The collectives of the ranks that share a model; `group`: theirs, None = all ranks."""
     collectives = Collectives(config.parallel.tensor_parallel_size, device, group)
     if not config.parallel.disable_custom_all_reduce:
-        collectives.use_small_sums()
+        collectives.use_small_sums(give_up)
     return collectives
 
 
@@ -122,7 +127,8 @@ def build_leader(
         _, engines = join_ranks(config, 0, meeting.where, meeting.host, orders, calls)
         return build_model_runner(config, progress, ahead, engines=engines)
     with group.faults():
-        ranks, engines = join_ranks(config, 0, group.rendezvous, group.host, orders, calls)
+        where = (group.rendezvous, group.host)
+        ranks, engines = join_ranks(config, 0, *where, orders, calls, group.on_hang)
         assert ranks is not None
         create = partial(LeadingRunner, group=group, ranks=ranks)
         return build_model_runner(config, progress, ahead, ranks, create, engines)

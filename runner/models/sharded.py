@@ -17,6 +17,7 @@ from torch import Tensor
 from ...kernels.cpu.formats import StoredRows, with_zeros
 from ...kernels.linear.head_sample import Draws, best_of_part, best_of_parts
 from ...kernels.linear.linear import Norm
+from ...kernels.packed.coded import Coding
 from ...kernels.quant.packed import PackedWeight
 from ...kernels.quant.part import with_empty_rows
 from ..parallel.ranks import Cut, Ranks, stacked
@@ -172,20 +173,34 @@ class RowLinear(Linear):
         super().__init__(cut.size, outputs, fmt, bias, role)
         self.total, self.cut, self.ranks, self.sums = in_features, cut, ranks, sums
 
+    def own(self, x: Tensor) -> Tensor:
+        """The inputs [M, in_features] of this rank among those that every method takes."""
+        return x
+
     def forward(self, x: Tensor) -> Tensor:
-        out = super().forward(x)
+        out = super().forward(self.own(x))
         return self.ranks.sum(out) if self.sums else out
 
     def parts(self, x: Tensor, norm: Norm | None = None) -> Tensor:
         assert norm is None, "a norm of a part of the features is not a norm of all"
         if not self.adds(x.shape[0]):
             return self.forward(x)
-        return self.ranks.sum_parts(super().parts(x), self.format.dtype)
+        return self.ranks.sum_parts(super().parts(self.own(x)), self.format.dtype)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         if not self.adds(x.shape[0]):
             return residual + self.forward(x)
-        return self.ranks.sum_parts(super().parts(x), self.format.dtype, residual)
+        return self.ranks.sum_parts(super().parts(self.own(x)), self.format.dtype, residual)
+
+    def gated(self, *args: Any, **kwargs: Any) -> Tensor:
+        raise AssertionError("an activation of a part of a sum is not that of the sum")
+
+    def pick(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        raise AssertionError("the largest part of a sum is not the largest sum")
+
+    @property
+    def can_pick(self) -> bool:
+        return False
 
     def norms(self, num_rows: int) -> bool:
         return False
@@ -209,9 +224,12 @@ class RowLinear(Linear):
 class InputLinear(RowLinear):
     """A `RowLinear` that takes this rank's inputs out of those of all ranks."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [M, in_features of all ranks] -> [M, out_features]."""
-        return super().forward(self.cut.of(x).contiguous())
+    def own(self, x: Tensor) -> Tensor:
+        """x: [M, in_features of all ranks] -> [M, in_features]."""
+        return self.cut.of(x).contiguous()
+
+    def coding(self, num_rows: int) -> Coding | None:
+        return None  # codes of whole rows are not cut
 
 
 def vocabulary_cut(ranks: Ranks, num_rows: int) -> Cut:

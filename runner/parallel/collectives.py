@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from .packet_sums import PacketSums, open_packet_sums
 from .rank_processes import Host
-from .small_sums import SmallSums, open_small_sums
+from .small_sums import GiveUp, SmallSums, open_small_sums
 
 # A rank that dies is noticed by its parent at once; this only bounds waits that nothing else ends.
 _TIMEOUT = timedelta(hours=2)
@@ -78,12 +78,14 @@ class Collectives:
         self._small: SmallSums | None = None
         self.packets: PacketSums | None = None
 
-    def use_small_sums(self) -> None:
-        """Let small sums go through memory that the GPUs share, if they can; see `small_sums`."""
-        self._small = open_small_sums(self._size, self._device, self.least, self._group)
+    def use_small_sums(self, give_up: GiveUp | None = None) -> None:
+        """Let small sums go through memory that the GPUs share, if they can; see `small_sums`.
+
+        `give_up` ends this process, with a sentence for the server, if the trial of that hangs."""
+        group = (self._size, self._device, self.least, self._group, give_up)
+        self._small = open_small_sums(*group)
         if self._small is not None:
-            rank = dist.get_rank(self._group)
-            self.packets = open_packet_sums(rank, self._size, self._device, self.least, self._group)
+            self.packets = open_packet_sums(dist.get_rank(self._group), *group)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         packets = self.packets

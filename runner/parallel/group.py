@@ -77,7 +77,7 @@ class RankGroup:
         among engines that share the experts, whose ranks all meet at `meeting`. Raises OSError.
         """
         self.size = config.parallel.tensor_parallel_size
-        self._on_hang = on_hang
+        self.on_hang = on_hang
         self._hosted = hosted
         self._folder = tempfile.mkdtemp(prefix="slipstream-ranks-")  # mode 0700
         self._failure: str | None = None
@@ -180,7 +180,7 @@ class RankGroup:
                 self._take(answer_decoder.decode(self._answers.recv()))
             self._look_at_processes()
         if self._failure is not None and not self._stopping.wait(_GRACE_SECONDS):
-            self._on_hang(self._failure)
+            self.on_hang(self._failure)
 
     def _take(self, answer: Answer) -> None:
         if isinstance(answer, RankFault):

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...kernels.linear.packets.memory import PROGRAMS, PacketMemory, gather_fits, packets_fit
 from ...kernels.linear.packets.rank_gather import compile_gather, gather_packets
 from ...kernels.linear.packets.rank_sums import compile_sum, sum_packets
-from .small_sums import all_can
+from .small_sums import GiveUp, all_can
 
 _KIB = 1 << 10
 # Bytes of the sum, or of a rank's part of what is gathered, up to which packets are used, by the
@@ -80,6 +80,7 @@ def open_packet_sums(
     device: torch.device,
     least: Callable[[Sequence[int]], list[int]],
     group: Any = None,
+    give_up: GiveUp | None = None,
 ) -> PacketSums | None:
     """Compile the kernels, exchange memory with the other ranks of a process group, and try sums.
 
@@ -130,7 +131,8 @@ def open_packet_sums(
     if not all_can((compile_kernels,), least, loss, other, seconds=None):
         return None
     steps = (allocate, exchange, try_out)
-    if not all_can(steps, least, loss, "another rank could not exchange packets"):
+    other = "another rank could not exchange packets"
+    if not all_can(steps, least, loss, other, give_up=give_up):
         return None
     sums: PacketSums = made[-1]
     return sums

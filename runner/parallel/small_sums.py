@@ -26,6 +26,7 @@ from ..process import end_now
 logger = logging.getLogger(__name__)
 
 Way = Literal["one_shot", "two_shot", "nccl"]
+GiveUp = Callable[[str], object]  # ends the process; takes a sentence that says why
 _DTYPES = (torch.bfloat16, torch.float32)  # which torch's kernels add
 _KIB = 1 << 10
 # Bytes up to which a GPU reads all parts whole ("one shot"), by the number of GPUs. Each part is
@@ -82,11 +83,12 @@ def open_small_sums(
     device: torch.device,
     least: Callable[[Sequence[int]], list[int]],
     group: Any = None,
+    give_up: GiveUp | None = None,
 ) -> SmallSums | None:
     """Exchange memory with the other ranks of a process group, and try it out.
 
-    `least`: see `Communicator`; group: None for all ranks. All ranks return None, and log why, if
-    one of them cannot.
+    `least`: see `Communicator`; group: None for all ranks; `give_up`: see `all_can`. All ranks
+    return None, and log why, if one of them cannot.
     """
     if device.type != "cuda" or not 2 <= size <= _MAX_SIZE:
         return None
@@ -127,6 +129,7 @@ def open_small_sums(
         least,
         "small sums over the GPUs go through NCCL, which is slower",
         "another rank could not share its memory",
+        give_up=give_up,
     ):
         return None
     small: SmallSums = made[-1]
@@ -140,16 +143,17 @@ def all_can(
     other: str,
     *,
     seconds: float | None = _TRIAL_SECONDS,
-    give_up: Callable[[int], object] = end_now,
+    give_up: GiveUp | None = None,
 ) -> bool:
     """Whether every rank can take all steps, one after the other; `least`: see `Communicator`.
 
     At the first step that some rank cannot take, all return False and log what is lost, `loss`, and
     why; `other` is the reason on ranks that could take it. A rank that waits for another one in a
-    step cannot be stopped: after `seconds` in all, it calls `give_up(1)` in a thread, which ends
-    the process, and with it its kernels. Steps without a limit must not wait for other ranks.
+    step cannot be stopped: after `seconds` in all, it calls `give_up` in a thread with a sentence
+    for the server, and ends the process, and with it its kernels. Steps without a limit must not
+    wait for other ranks.
     """
-    with _limited(seconds, give_up):
+    with _limited(seconds, give_up or _end):
         for step in steps:
             fault = _fault(step)
             if not least([fault is None])[0]:
@@ -158,20 +162,24 @@ def all_can(
     return True
 
 
+def _end(sentence: str) -> None:
+    end_now(1)
+
+
 @contextmanager
-def _limited(seconds: float | None, give_up: Callable[[int], object]) -> Iterator[None]:
+def _limited(seconds: float | None, give_up: GiveUp) -> Iterator[None]:
     """Call `give_up` if what is inside takes longer."""
     if seconds is None:
         yield
         return
 
     def end() -> None:
-        logger.critical(
-            "The GPUs did not finish the trial of sums through shared memory within %g seconds. "
-            "Start with --disable-custom-all-reduce.",
-            seconds,
+        sentence = (
+            f"the GPUs did not finish the trial of sums through shared memory within {seconds:g} "
+            "seconds; start with --disable-custom-all-reduce"
         )
-        give_up(1)
+        logger.critical("%s", sentence)
+        give_up(sentence)
 
     timer = threading.Timer(seconds, end)
     timer.daemon = True

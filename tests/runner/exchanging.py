@@ -41,11 +41,11 @@ def target_and_heads(base: Path) -> Path:
     return base
 
 
-def engine(heads: Path, which: int = 1) -> TinyEngine:
+def engine(heads: Path, which: int = 1, dtype: str = "float32") -> TinyEngine:
     speculative = SpeculativeConfig(
         "eagle3", str(heads / f"head{which}"), 3, draft_sampling="greedy", watchdog=False
     )
-    return TinyEngine(heads / "target", speculative)
+    return TinyEngine(heads / "target", speculative, dtype=dtype)
 
 
 def model(made: TinyEngine) -> Any:

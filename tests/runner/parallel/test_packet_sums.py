@@ -14,7 +14,7 @@ from torch import Tensor
 from slipstream.kernels.linear.packets.memory import PacketMemory
 from slipstream.kernels.linear.packets.rank_sums import sum_packets_reference
 from slipstream.runner.models.layers import WeightFormat
-from slipstream.runner.models.sharded import row_linear
+from slipstream.runner.models.sharded import input_linear, row_linear
 from slipstream.runner.parallel import packet_sums
 from slipstream.runner.parallel.packet_sums import PacketSums, open_packet_sums, trial_of
 from slipstream.runner.parallel.ranks import Ranks
@@ -109,6 +109,31 @@ def test_a_layer_leaves_its_residual_to_the_sum() -> None:
         assert seen == [((1, 6), True), ((4, 6), True), ((4, 6), False)]
 
 
+def test_a_divided_input_is_cut_whatever_takes_it() -> None:
+    """Every rank has the input whole, and each method reads the rank's own columns."""
+    whole, residual, x = torch.randn(6, 10), torch.randn(8, 6), torch.randn(8, 10)
+
+    def run(ranks: Ranks) -> list[Tensor]:
+        own = replace(ranks, packets=Counted(ranks))
+        fmt = WeightFormat(torch.device("cpu"), F32, ranks=own)
+        layer = input_linear(10, 6, fmt)
+        assert layer.weight is not None
+        layer.weight.copy_(whole[:, 5 * ranks.rank : 5 * ranks.rank + 5])
+        with pytest.raises(AssertionError):
+            layer.pick(x)  # from the logits of a part of the input
+        assert not layer.can_pick
+        outputs = [layer(x)]
+        for rows in (4, 8):  # by packets, and otherwise
+            outputs += [layer.parts(x[:rows]), layer.add(x[:rows], residual[:rows])]
+        return outputs
+
+    exact = x @ whole.T
+    expected = [exact, exact[:4], exact[:4] + residual[:4], exact, exact + residual]
+    for outputs in on_ranks(2, run):
+        for got, right in zip(outputs, expected, strict=True):
+            torch.testing.assert_close(got, right)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPUs")
 def test_without_shared_memory_there_are_none(caplog: pytest.LogCaptureFixture) -> None:
     asked: list[list[int]] = []
@@ -154,11 +179,12 @@ def test_the_sums_of_the_trial_are_exact(size: int) -> None:
     assert len(total.unique()) == 7
 
 
-@pytest.mark.parametrize("wrong", [(), (0,)])
-def test_a_rank_with_a_wrong_sum_leaves_no_other_waiting(
-    wrong: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("wrong", ["", "sum", "gather"])
+def test_a_rank_with_wrong_numbers_leaves_no_other_waiting(
+    wrong: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As the kernel, `sum` waits for the other rank, and every rank sums equally often."""
+    """As the kernels, `sum` and `gather` wait for the other rank, and every rank calls both
+    equally often. The numbers of the first rank are wrong."""
 
     def empty(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.ones(count, dtype=dtype)
@@ -183,12 +209,12 @@ def test_a_rank_with_a_wrong_sum_leaves_no_other_waiting(
             def sum(self, x: Tensor, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
                 nonlocal calls
                 calls += 1
-                return ranks.communicator.all_reduce(x) + (ranks.rank in wrong)
+                return ranks.communicator.all_reduce(x) + (wrong == "sum" and ranks.rank == 0)
 
             def gather(self, x: Tensor) -> Tensor:
                 nonlocal calls
                 calls += 1
-                return ranks.communicator.all_gather(x)
+                return ranks.communicator.all_gather(x) + (wrong == "gather" and ranks.rank == 0)
 
         made[ranks.rank] = Meeting
         return open_on_cpus(ranks) is not None, calls
@@ -196,4 +222,5 @@ def test_a_rank_with_a_wrong_sum_leaves_no_other_waiting(
     made: dict[int, type[PacketSums]] = {}
     monkeypatch.setattr(packet_sums, "PacketSums", lambda memory: made[memory.rank](memory))
     assert on_ranks(2, run) == [(not wrong, 6)] * 2
-    assert ("the sums are wrong" in caplog.text) == bool(wrong)
+    assert ("the sums are wrong" in caplog.text) == (wrong == "sum")
+    assert ("what is gathered is wrong" in caplog.text) == (wrong == "gather")

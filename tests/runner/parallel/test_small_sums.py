@@ -11,12 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+import zmq
 
 from slipstream.configs.schema import Config, ModelConfig, ParallelConfig
-from slipstream.runner.engine import tensor_parallel
+from slipstream.runner.engine import rank, tensor_parallel
 from slipstream.runner.parallel import collectives
+from slipstream.runner.parallel.commands import RankFault, answer_decoder
+from slipstream.runner.parallel.group import RankEnd
 from slipstream.runner.parallel.small_sums import Way, all_can, open_small_sums, way_of
-from slipstream.runner.process import EngineOrders
+from slipstream.runner.process import EngineOrders, WorkerOrders
 
 BF16, CUDA = torch.bfloat16, torch.device("cuda")
 
@@ -71,46 +74,67 @@ def test_engines_that_share_experts_add_up_small_sums_each_in_a_group_of_its_own
 ) -> None:
     """Four ranks, two of each engine: memory is shared by ranks 2 and 3, under their group."""
     groups: list[tuple[list[int], bool]] = []
-    opened: list[tuple[int, Any]] = []
+    opened: list[tuple[int, Any, Any]] = []
 
     def subgroup(members: Sequence[Sequence[int]], rank: int, on_host: bool = False) -> Any:
         assert sorted(sum(map(list, members), [])) == [0, 1, 2, 3]  # every rank makes every group
         groups.append(next((list(ranks), on_host) for ranks in members if rank in ranks))
         return groups[-1]
 
-    def open_sums(size: int, device: torch.device, least: Any, group: Any = None) -> None:
-        opened.append((size, group))
+    def open_sums(size: int, device: torch.device, least: Any, group: Any, give_up: Any) -> None:
+        opened.append((size, group, give_up))
 
     monkeypatch.setattr(tensor_parallel, "meet", lambda *args: None)
     monkeypatch.setattr(tensor_parallel, "subgroup", subgroup)
     monkeypatch.setattr(collectives, "open_small_sums", open_sums)
+    ended: list[str] = []
     parallel = ParallelConfig(2, 2, enable_expert_parallel=True, disable_custom_all_reduce=disabled)
     config = Config(model=ModelConfig(device="cpu"), parallel=parallel)
-    ranks, engines = tensor_parallel.join_ranks(config, 1, "", None, EngineOrders(1, 2, "folder"))
+    ranks, engines = tensor_parallel.join_ranks(
+        config, 1, "", None, EngineOrders(1, 2, "folder"), give_up=ended.append
+    )
     assert ranks is not None and (ranks.rank, ranks.size) == (1, 2)
     assert engines is not None and (engines.rank, engines.experts.rank) == (1, 3)
     assert groups == [([2, 3], False), ([1, 3], False), ([1, 3], True)]
-    assert opened == ([] if disabled else [(2, ([2, 3], False))])
+    assert opened == ([] if disabled else [(2, ([2, 3], False), ended.append)])
 
 
 def test_a_trial_that_waits_for_a_lost_rank_ends_its_process(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    ended = threading.Event()
+    ended, told = threading.Event(), list[str]()
 
     def wait_for_a_lost_rank() -> None:
         assert ended.wait(20)
 
-    def give_up(status: int) -> None:
-        assert status == 1
+    def give_up(sentence: str) -> None:
+        told.append(sentence)
         ended.set()
 
     steps = (wait_for_a_lost_rank,)
     assert all_can(steps, list, "loss", "other", seconds=0.05, give_up=give_up)
-    assert "within 0.05 seconds. Start with --disable-custom-all-reduce." in caplog.text
+    [sentence] = told
+    assert "within 0.05 seconds; start with --disable-custom-all-reduce" in sentence
+    assert sentence in caplog.text
     ended.clear()
     assert all_can((lambda: None,), list, "loss", "other", seconds=0.05, give_up=give_up)
     assert not ended.wait(0.1)  # the limit ends with the trial
+
+
+def test_the_server_is_told_why_a_rank_ends_that_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank takes the sentence of another one for the reason why the group ends."""
+    statuses: list[int] = []
+    monkeypatch.setattr(rank, "end_now", statuses.append)
+    with zmq.Context() as context, context.socket(zmq.PULL) as answers:
+        answers.bind(f"ipc://{tmp_path}/answers")
+        where = {"endpoint": f"ipc://{tmp_path}/rank1", "answers": f"ipc://{tmp_path}/answers"}
+        end = RankEnd(WorkerOrders(parent_pid=0, config=Config(), rank=1, **where))
+        rank._give_up(end, 1, "the GPUs did not finish")
+        assert answers.poll(5000) and statuses == [1]
+        message = "tensor-parallel rank 1 ended: the GPUs did not finish"
+        assert answer_decoder.decode(answers.recv()) == RankFault(1, message)
 
 
 @pytest.mark.slow

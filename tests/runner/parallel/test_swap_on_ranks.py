@@ -15,7 +15,7 @@ from slipstream.runner.engine import rank_drafters
 from slipstream.runner.parallel.commands import DropDrafter, Execute, LoadDrafter, SwapDrafter
 
 from ...speculators.tiny_engine import TinyEngine
-from ..exchanging import REQUESTS, ask, engine, target_and_heads
+from ..exchanging import REQUESTS, ask, engine, model, target_and_heads
 from .thread_group import ThreadGroup, build_on_threads
 
 
@@ -29,12 +29,32 @@ def groups() -> list[ThreadGroup]:
     return []
 
 
+@pytest.fixture(
+    params=[(1, "float32"), pytest.param((2, "float32"), marks=pytest.mark.slow), (2, "auto")],
+    ids=str,
+)
+def division(request: pytest.FixtureRequest) -> tuple[int, str]:
+    """The ranks that divide the drafter, and the type of weights: "auto" packs them on a CPU."""
+    found: tuple[int, str] = request.param
+    return found
+
+
 @pytest.fixture
-def running(heads: Path, groups: list[ThreadGroup]) -> Iterator[TinyEngine]:
+def running(
+    heads: Path, groups: list[ThreadGroup], division: tuple[int, str]
+) -> Iterator[TinyEngine]:
+    ranks, dtype = division
     speculative = SpeculativeConfig(
-        "eagle3", str(heads / "head1"), 3, draft_sampling="greedy", watchdog=False
+        *("eagle3", str(heads / "head1"), 3),
+        draft_sampling="greedy",
+        watchdog=False,
+        draft_tensor_parallel_size=ranks,
     )
-    made = TinyEngine(heads / "target", speculative, build=partial(build_on_threads, groups))
+    build = partial(build_on_threads, groups)
+    made = TinyEngine(heads / "target", speculative, dtype=dtype, build=build)
+    fc = model(made).fc
+    assert fc.in_features == 3 * 32 // ranks
+    assert (fc.weight is None) == (dtype == "auto")
     yield made
     made.close()
 
@@ -45,9 +65,9 @@ def work_of(made: TinyEngine) -> tuple[Any, ...]:
 
 
 def test_two_ranks_draft_as_one_before_during_and_after_a_trial(
-    heads: Path, running: TinyEngine, groups: list[ThreadGroup]
+    heads: Path, running: TinyEngine, groups: list[ThreadGroup], division: tuple[int, str]
 ) -> None:
-    alone = engine(heads)
+    alone = engine(heads, dtype=division[1])
     found: list[list[tuple[Any, ...]]] = []
     for made in (alone, running):
         results = [work_of(made)]
