@@ -99,11 +99,13 @@ def check_numbers(config: Mapping[str, Any]) -> None:
             raise NotServed(f"its rope settings must be an object, not {short(rope)}.")
         for of_layers in (rope, *(part for part in rope.values() if isinstance(part, Mapping))):
             _check_rope(of_layers, config)
-    heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
-    if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
-        raise NotServed(
-            f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})."
-        )
+    heads = config.get("num_attention_heads")
+    for name in ("num_key_value_heads", "num_global_key_value_heads"):
+        key_heads = config.get(name) or 1
+        if isinstance(heads, int) and heads % key_heads:
+            raise NotServed(
+                f"num_attention_heads ({heads}) must be a multiple of {name} ({key_heads})."
+            )
 
 
 def _check_rope(rope: Mapping[str, Any], config: Mapping[str, Any]) -> None:

@@ -93,6 +93,15 @@ def test_rope_settings_without_sense_are_named(rope: Any, words: str, key: str) 
         check_numbers({key: rope})
 
 
+@pytest.mark.parametrize("name", ["num_key_value_heads", "num_global_key_value_heads"])
+def test_query_heads_share_key_heads_evenly(name: str) -> None:
+    words = rf"num_attention_heads \(24\) must be a multiple of {name} \(5\)"
+    with pytest.raises(NotServed, match=words):
+        check_numbers({"num_attention_heads": 24, name: 5})
+    check_numbers({"num_attention_heads": 24, name: 8})
+    check_numbers({"num_attention_heads": 24, name: None})
+
+
 def test_usual_settings_pass() -> None:
     yarn = {"rope_type": "yarn", "factor": 40, "beta_fast": 32, "mscale": 0, "mscale_all_dim": 1}
     check_numbers({"rope_scaling": yarn, "rope_theta": 10000, "final_logit_softcapping": 0})

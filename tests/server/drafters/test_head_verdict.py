@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -13,6 +14,15 @@ from slipstream.server.drafters.head_verdict import Measurement, compare, judge
 PROMPTS, TOKENS, DEEPEST = 32, 48, 5
 TRIALS = 40
 Head = list[list[list[bool]]]  # by prompt, token and position: whether that draft is right
+
+
+@pytest.fixture(autouse=True)
+def uncollected() -> Iterator[None]:
+    """Collect no garbage meanwhile. The verdicts depend on seeds only, but these tests make so many
+    objects that they would collect what earlier tests left open, whose warnings are errors."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def step(drafts: int, accepted: int, token: int = 7) -> RequestOutput:
