@@ -20,7 +20,10 @@ def packed_experts(
     from ..linear.triton.expert_rows import whole
     from .triton import packed_experts as kernels
 
-    out: Tensor = whole(kernels.expert_parts(x, experts, weights, ids, absent=absent), x)
+    parts = _hopper_parts(x, experts, weights, ids, absent=absent)
+    if parts is None:
+        parts = kernels.expert_parts(x, experts, weights, ids, absent=absent)
+    out: Tensor = whole(parts, x)
     return out
 
 
@@ -32,7 +35,29 @@ def packed_expert_parts(
         return run_experts_reference(x, experts, weights, ids)
     from .triton import packed_experts as kernels
 
-    parts: Tensor = kernels.expert_parts(x, experts, weights, ids, spare)
+    parts = _hopper_parts(x, experts, weights, ids, spare)
+    if parts is None:
+        parts = kernels.expert_parts(x, experts, weights, ids, spare)
+    return parts
+
+
+def _hopper_parts(
+    x: Tensor,
+    experts: PackedExperts,
+    weights: Tensor,
+    ids: Tensor,
+    spare: int = 0,
+    absent: bool = False,
+) -> Tensor | None:
+    """The parts by the kernels of `hopper_experts`, if they can compute them."""
+    weight = experts.gate_up
+    if x.is_cpu or x.shape[0] == 1 or not isinstance(weight, TiledWeight) or not weight.narrow:
+        return None
+    from .grouped.triton import hopper_experts
+
+    if not hopper_experts.fits(x, experts):
+        return None
+    parts: Tensor = hopper_experts.expert_parts(x, experts, weights, ids, spare, absent)
     return parts
 
 

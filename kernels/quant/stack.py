@@ -23,6 +23,8 @@ def _row_fields(weight: Weight) -> dict[str, tuple[Tensor, int, int]]:
         "super_scales": (int(tiled), 1),
         "super_offsets": (int(tiled), 1),
     }
+    if tiled:
+        names["factors"] = (0, 64)
     found = {name: (getattr(weight, name), *where) for name, where in names.items()}
     return {name: field for name, field in found.items() if field[0] is not None}
 

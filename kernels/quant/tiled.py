@@ -19,6 +19,7 @@ from .packed import NIBBLES, Activations, Kind, PackedWeight
 
 # Bits of a word at which the code of each slice of "fp4" has its fields, of 3 bits, and its sign.
 FP4_FIELDS, FP4_SIGNS = (6, 3, 0, 12), (15, 11, 9, 10)
+MOST_EXPONENT, FACTOR_DIVISOR = 144, 65536.0  # see `factors_of_blocks`
 _PIECE_VALUES = 1 << 24  # codes converted at once, so that the copies stay small
 
 
@@ -45,6 +46,8 @@ class TiledWeight:
     input_scale: Tensor | None = None  # [] float32
     super_scales: Tensor | None = None  # [ceil(K / 256), N] float16
     super_offsets: Tensor | None = None  # [ceil(K / 256), N] float16
+    narrow: bool = False  # of experts: slices of 16 columns
+    factors: Tensor | None = None  # [N / 64, ceil(K / 256), 128] int32, see `factors_of_blocks`
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -63,7 +66,7 @@ class TiledWeight:
     @property
     def slice_width(self) -> int:
         """Words of a row in a span."""
-        return slice_width(self.kind, self.group, self.columns)
+        return 16 if self.narrow else slice_width(self.kind, self.group, self.columns)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -71,6 +74,7 @@ class TiledWeight:
         fields: tuple[Tensor | None, ...]
         fields = (self.words, self.scales, self.zeros, self.offsets, self.global_scale)
         fields += (self.order, self.input_scale, self.super_scales, self.super_offsets)
+        fields += (self.factors,)
         return tuple(tensor for tensor in fields if tensor is not None)
 
     @property
@@ -117,6 +121,7 @@ class TiledWeight:
             global_scale=None if self.global_scale is None else self.global_scale[at],
             super_scales=None if super_scales is None else super_scales[:, at],
             super_offsets=None if super_offsets is None else super_offsets[:, at],
+            factors=None,
         )
         return few.dequantise(dtype)
 
@@ -133,18 +138,21 @@ class TiledWeight:
             global_scale=None if self.global_scale is None else self.global_scale[:count],
             super_scales=None if super_scales is None else super_scales[:, :count],
             super_offsets=None if super_offsets is None else super_offsets[:, :count],
+            factors=None,
         )
 
 
 Weight = PackedWeight | TiledWeight
 
 
-def prepare(weight: PackedWeight) -> Weight:
+def prepare(weight: PackedWeight, narrow: bool = False) -> Weight:
     """The form of a weight that the kernels of its device read; to be called once, at load.
 
-    It is the same weight if there are no kernels for its format or device.
+    It is the same weight if there are no kernels for its format or device. `narrow`: see `tile`.
     """
-    return tile(weight) if has_kernels(weight, weight.device) else weight
+    if not has_kernels(weight, weight.device):
+        return weight
+    return tile(weight, narrow and can_be_narrow(weight))
 
 
 def has_kernels(weight: PackedWeight, device: torch.device) -> bool:
@@ -193,11 +201,40 @@ def zeros_or_offsets(weight: TiledWeight) -> tuple[Tensor | None, int]:
     return weight.zeros, int(weight.zeros is not None)
 
 
-def tile(weight: PackedWeight) -> TiledWeight:
-    """Convert a matrix; `can_tile` must be True. Needs memory for a few rows besides both."""
+def can_be_narrow(weight: PackedWeight) -> bool:
+    """Whether `factors_of_blocks` can be made of a matrix. Reads its scales."""
+    if weight.kind != "fp4" or weight.scales.dtype != torch.uint8 or weight.group != 32:
+        return False
+    if weight.shape[0] % 64 or weight.global_scale is not None:
+        return False
+    return weight.device.type == "meta" or int(weight.scales.max()) <= MOST_EXPONENT
+
+
+def factors_of_blocks(scales: Tensor) -> Tensor:
+    """The scales of "mxfp4" [N, groups] uint8 in the order in which `hopper_experts` reads them:
+    [N / 64, ceil(groups / 8), 128] int32, of 64 rows and 256 columns each.
+
+    Of 128 threads, each needs the scales of two groups of two rows, 8 apart: four bytes. A byte is
+    the exponent of a factor in bfloat16: of its scale, times the 2 ** 126 of `FP4_TIMES`, divided
+    by FACTOR_DIVISOR. Scales below 2 ** -103 become 2 ** -103.
+    """
+    rows, groups = scales.shape
+    steps = -(-groups // 8)
+    exponents = functional.pad(scales.clamp(24, MOST_EXPONENT) + 110, (0, steps * 8 - groups))
+    by_thread = exponents.view(rows // 64, 4, 2, 8, steps, 4, 2).permute(0, 4, 1, 3, 5, 2, 6)
+    return by_thread.reshape(rows // 64, steps, 512).view(torch.int32)
+
+
+def tile(weight: PackedWeight, narrow: bool = False) -> TiledWeight:
+    """Convert a matrix; `can_tile` must be True. Needs memory for a few rows besides both.
+
+    With `narrow`, which needs `can_be_narrow`, a span has 64 columns, so that K is padded to less,
+    and there are `factors`.
+    """
     assert can_tile(weight), weight.kind
     rows, columns = weight.shape
     width, slices = slice_width(weight.kind, weight.group, columns), slices_of(weight.kind)
+    width = 16 if narrow else width
     spans = -(-columns // (width * slices))
     words = torch.empty(rows, spans * width, dtype=torch.int16, device=weight.device)
     step = max(_PIECE_VALUES // max(columns, 1), 1)
@@ -222,6 +259,8 @@ def tile(weight: PackedWeight) -> TiledWeight:
         input_scale=weight.input_scale,
         super_scales=None if super_scales is None else super_scales.T.contiguous(),
         super_offsets=None if super_offsets is None else super_offsets.T.contiguous(),
+        narrow=narrow,
+        factors=factors_of_blocks(weight.scales) if narrow else None,
     )
 
 

@@ -57,6 +57,8 @@ LAYERS = [
         )
     ),
     ("gpt-oss-20b", "mxfp4"),
+    ("Qwen3-30B-A3B", "mxfp4 narrow"),
+    ("gpt-oss-20b", "mxfp4 narrow"),
 ]
 
 
@@ -64,6 +66,8 @@ LAYERS = [
 def layer(request: pytest.FixtureRequest) -> Iterator[Layer]:
     model, name = request.param
     count, hidden, inner, top_k = SIZES[model]
+    narrow = name.endswith(" narrow")  # up to 256 rows by the kernels of `hopper_experts`
+    name = name.removesuffix(" narrow")
     gate_up = random_weight(name, count * 2 * inner, hidden, "cuda")
     if not has_kernels(gate_up, gate_up.device):
         pytest.skip("needs a Hopper GPU")
@@ -76,7 +80,8 @@ def layer(request: pytest.FixtureRequest) -> Iterator[Layer]:
             torch.randn(count, hidden, device="cuda").bfloat16(),
         )
         activation = "clamped_swiglu"
-    packed = PackedExperts(tile(gate_up), tile(down), count, *biases, activation)
+    stacks = tile(gate_up, narrow), tile(down, narrow)
+    packed = PackedExperts(*stacks, count, *biases, activation)
     del gate_up, down
     yield Layer(packed, packed.widened(torch.float32), top_k)
     gc.collect()

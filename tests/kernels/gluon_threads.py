@@ -25,7 +25,12 @@ PANEL_BYTES = 128  # of a row in shared memory before the next row follows
 
 def size_of(dtype: torch.dtype) -> int:
     """The bytes of a value on the GPU, where floats of 16 bits are what a test has in 32."""
-    return min(dtype.itemsize, 2)
+    return min(dtype.itemsize, 2) if dtype.is_floating_point else dtype.itemsize
+
+
+def unwritten(dtype: torch.dtype) -> float:
+    """What memory holds that nothing has written."""
+    return float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
 class Pointer:
@@ -82,7 +87,7 @@ class Shared:
     def load(self, _layout: object) -> Tensor:
         rows, columns = self.shape
         panels = self.memory.view(columns // self.panel, rows, self.panel)
-        return panels.permute(1, 0, 2).reshape(rows, columns)
+        return panels.permute(1, 0, 2).reshape(rows, columns).clone()  # registers
 
     def store(self, value: Tensor) -> None:
         assert self.shape[-1] == self.panel
@@ -116,11 +121,14 @@ class Machine:
             associative_scan=lambda x, axis, _add: x.cumsum(axis), num_warps=lambda: 4,
             reshape=torch.reshape, permute=torch.permute, rsqrt=torch.rsqrt,
             split=lambda x: x.unbind(-1),
-            convert_layout=lambda x, _layout: x, cast=lambda x, to: torch.as_tensor(x).to(to),
+            join=lambda a, b: torch.stack((a, b), -1), exp=torch.exp,
+            convert_layout=lambda x, _layout, assert_trivial=False: x,
+            cast=lambda x, to: torch.as_tensor(x).to(to),
             program_id=lambda _: torch.tensor(program),
             num_programs=lambda _: torch.tensor(num_programs), thread_barrier=plain,
             allocate_shared_memory=self._allocate, warp_specialize=self._warp_specialize,
-            int32=torch.int32, int64=torch.int64, float32=torch.float32, constexpr=constexpr,
+            int16=torch.int16, int32=torch.int32, int64=torch.int64, constexpr=constexpr,
+            float32=torch.float32, bfloat16=torch.float32,
             float8e4nv=torch.float8_e4m3fn, abs=torch.abs, div_rn=torch.div,
             full_like=torch.full_like,
             inline_asm_elementwise=plain,  # in kernels here, it only waits and prefetches
@@ -160,7 +168,7 @@ class Machine:
             if len(shape) == 1:
                 return barriers[0]
             return SimpleNamespace(index=lambda number: barriers[int(number)])
-        memory = torch.full((torch.Size(shape).numel(),), float("nan"), dtype=dtype)
+        memory = torch.full((torch.Size(shape).numel(),), unwritten(dtype), dtype=dtype)
         return Shared(memory, list(shape))
 
     @staticmethod
@@ -180,8 +188,9 @@ class Machine:
         if pred:
             self._change(barrier, count, 0)
 
-    def _expect(self, barrier: Barrier, num_bytes: int) -> None:
-        self._change(barrier, 1, num_bytes)
+    def _expect(self, barrier: Barrier, num_bytes: int, pred: Any = True) -> None:
+        if pred:
+            self._change(barrier, 1, num_bytes)
 
     def _wait(self, barrier: Barrier, parity: Any) -> None:
         def passed() -> bool:
@@ -192,8 +201,12 @@ class Machine:
         if self.failure is not None:
             raise RuntimeError("another role failed")
 
-    def _copy(self, source: Any, corner: list[Any], barrier: Barrier, target: Shared) -> None:
-        target.memory.fill_(float("nan"))
+    def _copy(
+        self, source: Any, corner: list[Any], barrier: Barrier, target: Shared, pred: Any = True
+    ) -> None:
+        if not pred:
+            return
+        target.memory.fill_(unwritten(target.memory.dtype))
         self.copies.put((source, [int(c) for c in corner], barrier, target))
 
     def _copy_engine(self) -> None:
@@ -276,10 +289,13 @@ def _as_python(
 
 
 class ThreadedKernel:
-    """In place of a kernel of `module`: `kernel[grid](...)` runs its programs one after another."""
+    """In place of a kernel of `module`: `kernel[grid](...)` runs its programs one after another.
 
-    def __init__(self, module: Any, kernel: str) -> None:
-        self._module, self._kernel = module, kernel
+    `parts` are functions that take the place of those of their names, which use registers.
+    """
+
+    def __init__(self, module: Any, kernel: str, **parts: Any) -> None:
+        self._module, self._kernel, self._parts = module, kernel, parts
 
     def __getitem__(self, grid: tuple[int]) -> Any:
         return lambda *args, **options: [
@@ -288,6 +304,7 @@ class ThreadedKernel:
 
     def _run(self, program: int, num_programs: int, args: Any, options: dict[str, Any]) -> None:
         machine = Machine(program, num_programs)
+        machine.names |= self._parts
         functions: dict[int, FunctionType] = {}
         options = {k: v for k, v in options.items() if k not in ("num_warps", "maxnreg")}
         of_torch = {"fp16": torch.float16, "bf16": torch.bfloat16}

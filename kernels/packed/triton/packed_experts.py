@@ -36,14 +36,17 @@ _FEW_PROGRAMS = 264  # two for each processor of an H200
 @triton.jit
 def _load_words(
     source, row, inside, word, num_words, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr,
-    TMA: tl.constexpr,
+    NARROW: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     if TMA:
         words = source.load([row, word])
     else:
         column = word + tl.arange(0, WIDTH)
         at = (row + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None] * num_words + column[None, :]
-        words = tl.load(source + at, mask=inside[:, None], other=0)
+        there = inside[:, None]
+        if NARROW:
+            there = there & (column < num_words)[None, :]
+        words = tl.load(source + at, mask=there, other=0)
     return words
 
 
@@ -88,6 +91,7 @@ def _packed_experts_kernel(
     E8M0: tl.constexpr,
     ZEROS: tl.constexpr,  # 0 = none, 1 = zeros, 2 = offsets
     CHANNEL: tl.constexpr,
+    NARROW: tl.constexpr,  # WIDTH words are of 4 spans of 64 columns
     ASSEMBLY: tl.constexpr,
     TMA: tl.constexpr,
     PDL: tl.constexpr,
@@ -115,31 +119,38 @@ def _packed_experts_kernel(
         )
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         acc_up = acc
-        s, z = factors_of(scales, zeros, sizes, 0, row_n, inside_n, FACTORS)
+        s, z = factors_of(scales, zeros, sizes, 0, row_n, inside_n, FACTORS, NARROW)
         s_up, z_up = s, z
         if GATED:
-            s_up, z_up = factors_of(scales, zeros, sizes, 0, row_n + N, inside_n, FACTORS)
+            s_up, z_up = factors_of(scales, zeros, sizes, 0, row_n + N, inside_n, FACTORS, NARROW)
         for start in range(0, K, COLUMNS):
             words = _load_words(
-                source, first_row, inside_n, start // SLICES, num_words, BLOCK_N, WIDTH, TMA
-            )
+                source, first_row, inside_n, start // SLICES, num_words, BLOCK_N, WIDTH, NARROW,
+                TMA,
+            )  # fmt: skip
             xs = ()
             for i in tl.static_range(SLICES):
-                column = start + i * WIDTH + tl.arange(0, WIDTH)
+                word = tl.arange(0, WIDTH)
+                column = start + i * WIDTH + word
+                if NARROW:
+                    column = start + word // 16 * 64 + i * 16 + word % 16
                 there = valid[:, None] & (column < K)[None, :]
                 xs += (tl.load(rows[:, None] + column[None, :], mask=there, other=0.0),)
             now, now_up, zero, zero_up = s, s_up, z, z_up
             ahead = start + COLUMNS
             more = inside_n & (ahead < K)
             if GROUPS > 0 or KIND == 3:  # loaded a step ahead
-                s, z = factors_of(scales, zeros, sizes, ahead, row_n, more, FACTORS)
+                s, z = factors_of(scales, zeros, sizes, ahead, row_n, more, FACTORS, NARROW)
                 if GATED:
-                    s_up, z_up = factors_of(scales, zeros, sizes, ahead, row_n + N, more, FACTORS)
+                    s_up, z_up = factors_of(
+                        scales, zeros, sizes, ahead, row_n + N, more, FACTORS, NARROW
+                    )
             acc = add_products(acc, words, xs, now, zero, FORM)
             if GATED:
                 words = _load_words(
-                    source, first_row + N, inside_n, start // SLICES, num_words, BLOCK_N, WIDTH, TMA
-                )
+                    source, first_row + N, inside_n, start // SLICES, num_words, BLOCK_N, WIDTH,
+                    NARROW, TMA,
+                )  # fmt: skip
                 acc_up = add_products(acc_up, words, xs, now_up, zero_up, FORM)
         if CHANNEL:
             acc *= tl.load(channel + row_n, mask=inside_n, other=0.0).to(tl.float32)[:, None]
@@ -157,12 +168,17 @@ def tiles_of(weight: TiledWeight, block_m: int, gated: bool, programs: int) -> T
 
     Few programs become more by smaller tiles, whose products need no whole warp group.
     """
-    columns = weight.slices * weight.slice_width
+    columns = weight.slices * _tile_width(weight)
     if programs < _FEW_PROGRAMS and block_m <= 16:
-        return Tiles(16, columns, 4, 1) if weight.slice_width == 64 else Tiles(32, columns, 4, 2)
+        return Tiles(16, columns, 4, 1) if _tile_width(weight) == 64 else Tiles(32, columns, 4, 2)
     if block_m >= 128:
         return Tiles(128, columns, 2 if columns > 128 else 3, 8)
     return Tiles(64, columns, 3 if gated or block_m == 64 else 4, 4)
+
+
+def _tile_width(weight: TiledWeight) -> int:
+    """Words of a row in a tile: of a span, or of four narrow ones."""
+    return 64 if weight.narrow else weight.slice_width
 
 
 def _has_tall_tiles(weight: TiledWeight) -> bool:
@@ -198,7 +214,7 @@ def expert_parts(
         programs = triton.cdiv(outputs, 64) * len(work.experts) * work.splits
         size = tiles_of(own, work.block_m, gated, programs) if tiles is None else tiles[not gated]
         by_descriptor = has_tma(x) and fits_tma(own.words) if tma is None else tma
-        block = [size.block_n, own.slice_width]
+        block = [size.block_n, _tile_width(own)]
         _packed_experts_kernel[work.grid(outputs, size.block_n)](
             TensorDescriptor.from_tensor(own.words, block) if by_descriptor else own.words,
             source,
@@ -221,8 +237,9 @@ def expert_parts(
             **activation_options(experts),
             BLOCK_N=size.block_n,
             BLOCK_M=work.block_m,
-            WIDTH=own.slice_width,
+            WIDTH=_tile_width(own),
             SLICES=own.slices,
+            NARROW=own.narrow,
             ASSEMBLY=not x.is_cpu,
             TMA=by_descriptor,
             num_warps=size.num_warps,

@@ -70,7 +70,6 @@ def add_span(
     SLICES: tl.constexpr = FORM[0]
     GROUPS: tl.constexpr = FORM[1]
     KIND: tl.constexpr = FORM[2]
-    GROUP: tl.constexpr = FORM[3]
     E8M0: tl.constexpr = FORM[4]
     ZEROS: tl.constexpr = FORM[5]
     ROUND: tl.constexpr = FORM[6]
@@ -100,7 +99,7 @@ def add_span(
         made = ()
         for i in tl.static_range(SLICES):
             if KIND == 3:
-                made += (scaled(tiles[i], scales[i], GROUP, E8M0),)
+                made += (scaled(tiles[i], scales[i], E8M0),)
             elif GROUPS == 0:
                 made += (tiles[i],)
             else:
@@ -136,7 +135,6 @@ def add_products(
     SLICES: tl.constexpr = FORM[0]
     GROUPS: tl.constexpr = FORM[1]
     KIND: tl.constexpr = FORM[2]
-    GROUP: tl.constexpr = FORM[3]
     E8M0: tl.constexpr = FORM[4]
     ZEROS: tl.constexpr = FORM[5]
     ROUND: tl.constexpr = FORM[6]
@@ -155,7 +153,7 @@ def add_products(
         tiles = numbers(words, of_slice, KIND, xs[0].dtype, ZEROS == 1, ASSEMBLY)
     if KIND == 3:
         for i in tl.static_range(SLICES):
-            acc = tl.dot(scaled(tiles[i], scales[i], GROUP, E8M0), xs[i].T, acc)
+            acc = tl.dot(scaled(tiles[i], scales[i], E8M0), xs[i].T, acc)
     elif GROUPS > 0 and ROUND:
         for i in tl.static_range(SLICES):
             scale = scales[i // PER]
@@ -277,7 +275,6 @@ def add_spans(
     SLICES: tl.constexpr = FORM[0]
     GROUPS: tl.constexpr = FORM[1]
     KIND: tl.constexpr = FORM[2]
-    GROUP: tl.constexpr = FORM[3]
     E8M0: tl.constexpr = FORM[4]
     ZEROS: tl.constexpr = FORM[5]
     RAW: tl.constexpr = FORM[6]
@@ -295,7 +292,7 @@ def add_spans(
             if i >= SLICES:
                 added += (sums[i],)
             elif KIND == 3:
-                added += (tl.dot(scaled(tiles[i], scales[i], GROUP, E8M0), xts[i], sums[i]),)
+                added += (tl.dot(scaled(tiles[i], scales[i], E8M0), xts[i], sums[i]),)
             elif GROUPS == 0:
                 added += (tl.dot(tiles[i], xts[i], sums[i]),)
             else:

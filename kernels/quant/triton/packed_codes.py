@@ -138,6 +138,10 @@ def _masked(bits: int, dtype: str) -> list[str]:
 
 _FP8_BF16, _FP8_F16 = _assembly(_fp8("bf16"), 2), _assembly(_fp8("f16"), 2)  # 2 ** 120, 2 ** 8
 _FP4_BF16, _FP4_F16 = _assembly(_fp4("bf16"), 4), _assembly(_fp4("f16"), 4)  # 2 ** 126, 2 ** 14
+# Times a factor for the first two slices and one for the others, which hold 2 ** 126.
+FP4_TIMES = _assembly(
+    [*_fp4_fields("bf16"), *(f"mul.rn.bf16x2 ${i}, ${i}, ${5 + i // 2};" for i in range(4))], 4
+)
 _INT8_BF16, _INT8_F16 = _assembly(_int8("bf16"), 2), _assembly(_int8("f16"), 2)
 _INT4_BF16, _INT4_F16 = _assembly(_int4("bf16", True), 4), _assembly(_int4("f16", True), 4)
 

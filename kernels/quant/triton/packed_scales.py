@@ -51,12 +51,19 @@ def fp4_scales(
     inside,
     num_groups,
     GROUP: tl.constexpr,
+    NARROW: tl.constexpr,
 ):
-    """Scales [BLOCK_N, 64 / GROUP] of each slice of the span from column k: a tuple of 4."""
-    COUNT: tl.constexpr = 64 // GROUP
+    """Scales [BLOCK_N, 64 / GROUP] of each slice of the span from column k: a tuple of 4.
+
+    NARROW: [BLOCK_N, 4] of each slice of four spans of 64 columns.
+    """
+    COUNT: tl.constexpr = 4 if NARROW else 64 // GROUP
     tiles = ()
     for i in tl.static_range(4):
-        group = k // GROUP + i * COUNT + tl.arange(0, COUNT)
+        if NARROW:
+            group = (k + tl.arange(0, COUNT) * 64 + i * 16) // GROUP
+        else:
+            group = k // GROUP + i * COUNT + tl.arange(0, COUNT)
         at = scales + n[:, None] * stride + group[None, :]
         tiles += (tl.load(at, mask=inside[:, None] & (group < num_groups)[None, :], other=0),)
     return tiles
@@ -71,6 +78,7 @@ def factors_of(
     n,
     inside,
     FACTORS: tl.constexpr,  # KIND, GROUPS in a span (0 = of whole rows), GROUP, ROW_GROUP, ZEROS
+    NARROW: tl.constexpr = False,
 ):
     """The scales and the zeros or offsets of the span from column k, each a tuple of 4.
 
@@ -87,7 +95,7 @@ def factors_of(
     s = inside, inside, inside, inside
     z = s
     if KIND == 3:
-        s = fp4_scales(scales, stride, k, n, inside, num_groups, GROUP)
+        s = fp4_scales(scales, stride, k, n, inside, num_groups, GROUP, NARROW)
     elif GROUPS > 0:
         s = of_span(scales, stride, k, n, inside, num_groups, GROUPS, GROUP, ROW_GROUP)
         if SUPER:
@@ -101,8 +109,9 @@ def factors_of(
 
 
 @triton.jit
-def scaled(tile, scales, GROUP: tl.constexpr, E8M0: tl.constexpr):
-    """Numbers [BLOCK_N, 64] of "fp4" times scales [BLOCK_N, 64 / GROUP] uint8. It is exact."""
+def scaled(tile, scales, E8M0: tl.constexpr):
+    """Numbers [BLOCK_N, 64] of "fp4" times scales [BLOCK_N, groups] uint8. It is exact."""
+    COUNT: tl.constexpr = scales.shape[len(scales.shape) - 1]
     if E8M0:  # 0 is 2 ** -127
         bits = tl.maximum(scales.to(tl.int32) << 7, 64).to(tl.int16)
         scales = bits.to(tl.bfloat16, bitcast=True).to(tile.dtype)
@@ -110,9 +119,9 @@ def scaled(tile, scales, GROUP: tl.constexpr, E8M0: tl.constexpr):
         scales = scales.to(tl.float8e4nv, bitcast=True).to(tile.dtype)
     wide = tl.expand_dims(scales, -1)
     if len(tile.shape) == 3:
-        factors = tl.broadcast_to(wide, [tile.shape[0], tile.shape[1], 64 // GROUP, GROUP])
+        factors = tl.broadcast_to(wide, [tile.shape[0], tile.shape[1], COUNT, 64 // COUNT])
     else:
-        factors = tl.broadcast_to(wide, [tile.shape[0], 64 // GROUP, GROUP])
+        factors = tl.broadcast_to(wide, [tile.shape[0], COUNT, 64 // COUNT])
     return tile * tl.reshape(factors, tile.shape)
 
 

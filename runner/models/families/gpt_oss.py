@@ -23,6 +23,7 @@ from ....kernels.quant.packed import PackedWeight
 from ....kernels.quant.part import columns_of
 from ...errors import ModelLoadError
 from ...parallel.ranks import Cut
+from ..formats import expert_stack
 from ..formats.expert_stack import ExpertStack, experts_of
 from ..layers import CheckpointSlot, WeightFormat, tensor_slot
 from ..llama import Attention, DecoderLayer, FeedForward, LlamaModel
@@ -166,8 +167,12 @@ def _bytes_of(stack: ExpertStack) -> int | None:
     some = torch.zeros(1, _GROUP // 2, dtype=torch.uint8), torch.zeros(1, 1, dtype=torch.uint8)
     if not stack.keeps(PackedWeight("fp4", *some, _GROUP, _GROUP)):
         return None
-    words = -(-stack.columns // _SPAN) * _SPAN // 2
-    return stack.count * stack.rows * (words + -(-stack.columns // _GROUP))
+    groups = -(-stack.columns // _GROUP)
+    span, factors = _SPAN, 0
+    if expert_stack.NARROW and stack.rows % 64 == 0:
+        span, factors = 64, -(-groups // 8) * 8
+    words = -(-stack.columns // span) * span // 2
+    return stack.count * stack.rows * (words + groups + factors)
 
 
 def _halves(stored: Tensor, share: Cut, dim: int) -> Tensor:

@@ -18,10 +18,14 @@ from ....kernels.device import is_card
 from ....kernels.linear.experts import ExpertWeights, PackedExperts
 from ....kernels.quant.packed import PackedWeight
 from ....kernels.quant.stack import empty_stack, fill_rows
-from ....kernels.quant.tiled import Weight, has_kernels, prepare
+from ....kernels.quant.tiled import TiledWeight, Weight, has_kernels, prepare
 from .packed import Packed, Part
 from .slots import CheckpointSlot, matrix_slot
 from .weight_format import WeightFormat
+
+NARROW = (
+    False  # whether "mxfp4" gets the form that `kernels.packed.grouped.triton.hopper_experts` reads
+)
 
 
 class ExpertStack(nn.Module):
@@ -107,7 +111,7 @@ class ExpertStack(nn.Module):
         assert not isinstance(part, StoredRows)
         if part.device.type == "meta" and (self.packed is not None or self.weight is not None):
             return  # of thousands of parts, the first has the outline
-        kept = self._kept(part)
+        kept = self._kept(part, NARROW and self.rows % 64 == 0 and row % 64 == 0)
         if isinstance(kept, Tensor):
             with self._lock:
                 self._widen()
@@ -134,7 +138,7 @@ class ExpertStack(nn.Module):
         device = self.format.device
         return not is_card(device) or has_kernels(part, device)
 
-    def _kept(self, part: Part) -> Tensor | tuple[tuple[object, ...], Weight]:
+    def _kept(self, part: Part, narrow: bool) -> Tensor | tuple[tuple[object, ...], Weight]:
         """A part as the stack holds it: numbers, or a quantised weight and its form."""
         if isinstance(part, Tensor):
             return part
@@ -143,7 +147,9 @@ class ExpertStack(nn.Module):
         part = replace(part, activations="16bit", input_scale=None)
         if part.shape[0] % part.row_group:
             part = part.by_rows()
-        return (*part.form, part.row_group), prepare(part)
+        made = prepare(part, narrow)
+        is_narrow = isinstance(made, TiledWeight) and made.narrow
+        return (*part.form, part.row_group, is_narrow), made
 
 
 def experts_of(

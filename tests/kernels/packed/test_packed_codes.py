@@ -28,9 +28,9 @@ CASES: list[tuple[str, Kind, str]] = [
 ]
 
 
-def run(assembly: str, word: Tensor, outputs: int) -> list[Tensor]:
-    """The outputs for registers `word` [n] int64, each [n] int64."""
-    values: dict[str, Tensor] = {f"${outputs}": word}
+def run(assembly: str, word: Tensor, outputs: int, *others: Tensor) -> list[Tensor]:
+    """The outputs for registers `word` and `others` [n] int64, each [n] int64."""
+    values = {f"${outputs + index}": register for index, register in enumerate((word, *others))}
 
     def get(operand: str) -> Tensor:
         return torch.tensor(int(operand, 0)) if operand[0].isdigit() else values[operand]
@@ -107,6 +107,18 @@ def test_every_word_becomes_its_numbers(name: str, kind: Kind, dtype: str) -> No
         pair = halves(register, HALVES[dtype])
         assert torch.equal(pair[:, 0], expected[index])
         assert torch.equal(pair[:, 1], torch.roll(expected[index], 12345))
+
+
+def test_one_product_applies_factor_and_scale_to_fp4() -> None:
+    words = torch.arange(1 << 16)
+    found = run(packed_codes._FP4_BF16.value, words, 4)
+    first, second = torch.tensor(0x6F80), torch.tensor(0x7200)  # 2 ** 96 and 2 ** 101
+    registers = [(bits | bits << 16).expand_as(words) for bits in (first, second)]
+    scaled = run(packed_codes.FP4_TIMES.value, words, 4, *registers)
+    for index, (plain, times) in enumerate(zip(found, scaled, strict=True)):
+        power = -30 if index < 2 else -25  # of the 2 ** 126 that plain numbers contain
+        expected = halves(plain, torch.bfloat16) * 2.0**power
+        assert torch.equal(halves(times, torch.bfloat16), expected)
 
 
 def test_parts_of_codes_are_exact() -> None:

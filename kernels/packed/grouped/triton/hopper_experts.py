@@ -1,0 +1,345 @@
+"""Experts of "mxfp4" for Hopper GPUs, in Gluon: warps with roles of their own.
+
+A first kernel sorts the rows of x by expert. Then as many programs as the GPU has multiprocessors
+take tiles in turn, in two products: gate and up, and down. In a program one warp copies words and
+scales into shared memory by the tensor memory accelerator, and another one rows of x, both as far
+ahead as there is memory. Three groups of four warps, the consumers, widen words in registers and
+multiply 64 weight rows each: while the tensor cores work for one group, others widen.
+
+What bounds `packed_experts` is not memory but instructions: for each weight of a tile of 64 rows it
+issues twice as many as this kernel, and its programs start with empty pipelines.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ....device import card_of
+from ....launch import hash_functions, pdl_options, wait_for_inputs
+from ....linear.experts import PackedExperts
+from ....linear.triton.expert_rows import FEW, empty_parts
+from ....quant.tiled import TiledWeight
+from .hopper_expert_roles import COLUMNS, ROWS, SWIZZLED, bring_rows, bring_words, multiply
+
+_FLAT = gl.constexpr(gl.NVMMASharedLayout(0, 32, 2))
+_ACTIVATIONS = ("silu", "clamped_swiglu")
+
+
+@dataclass(frozen=True)
+class Form:
+    """The variable parts of the kernel."""
+
+    block_m: int = 32  # token rows of a tile
+    consumers: int = 3  # or 2, which have more registers
+    stages: int = 5  # of words
+    x_stages: int = 3
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _arrange_kernel(
+    ids,  # [T * k] int32 or int64; below 0: of no expert here
+    x,  # [T, K]
+    plan,  # [3, E] int32, see `hopper_expert_roles`
+    pairs,  # [T * k] int32, the pairs sorted by expert
+    out,  # [T * k, WIDTH], their rows of x
+    num_pairs,
+    num_experts,
+    K,
+    TOP_K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,  # at least T * k
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program p finds the place of pair p, and copies its row; the program after the last one
+    writes the plan.
+
+    Of 256 columns, the first in a row are those that one instruction of the tensor cores takes from
+    the four threads that share a weight row, and so on: see `_operand`.
+    """
+    wait_for_inputs(PDL)
+    own = tl.program_id(0)
+    pair = tl.arange(0, BLOCK)
+    chosen = tl.load(ids + pair, mask=pair < num_pairs, other=-1).to(tl.int32)
+    if own < num_pairs:
+        expert = tl.load(ids + own).to(tl.int32)
+        before = (chosen >= 0) & ((chosen < expert) | ((chosen == expert) & (pair < own)))
+        place = tl.sum(before.to(tl.int32), 0)
+        if expert >= 0:
+            tl.store(pairs + place, own)
+            for start in range(0, WIDTH, BLOCK_K):
+                at = start + tl.arange(0, BLOCK_K)
+                column = at // 256 * 256 + at % 8 // 2 * 64 + at % 256 // 16 * 4
+                column += at % 16 // 8 * 2 + at % 2
+                values = tl.load(
+                    x + (own // TOP_K).to(tl.int64) * K + column, mask=column < K, other=0.0
+                )
+                tl.store(out + place.to(tl.int64) * WIDTH + at, values, mask=at < WIDTH)
+    else:
+        each = tl.arange(0, BLOCK_E)
+        counts = tl.zeros([BLOCK_E], tl.int32)
+        for start in range(0, num_pairs, 64):
+            some = start + tl.arange(0, 64)
+            of = tl.load(ids + some, mask=some < num_pairs, other=-1).to(tl.int32)
+            counts += tl.sum((of[:, None] == each[None, :]).to(tl.int32), 0)
+        is_in = each < num_experts
+        tl.store(plan + each, tl.cumsum(counts, 0) - counts, mask=is_in)
+        tl.store(plan + num_experts + each, counts, mask=is_in)
+        blocks = (counts + BLOCK_M - 1) // BLOCK_M
+        tl.store(plan + 2 * num_experts + each, tl.cumsum(blocks, 0), mask=is_in)
+
+
+@gluon.jit(do_not_specialize=["num_rows"])
+def _hopper_experts_kernel(
+    words,  # [E * N, W] or [E * 2 N, W] int16, copied by [64, 64]
+    scales,  # [rows / 64 * STEPS, 128] int32, see `factors_of_blocks`; copied by [1, 128]
+    x,  # [T * k, STEPS * 256], see `_arrange_kernel`; copied by [16, 64]
+    plan,  # [3, E] int32
+    bias,  # [E, N] or [E, 2 N]
+    pairs,  # [T * k] int32
+    pair_weights,  # [T * k] float32
+    out,  # gated: [T * k, WIDTH] by place; else [k, T, N] float32
+    num_experts,
+    N,
+    num_rows,  # T
+    N_TILES: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_E: gl.constexpr,
+    STEPS: gl.constexpr,  # of 256 columns
+    CONSUMERS: gl.constexpr,
+    STAGES: gl.constexpr,
+    X_STAGES: gl.constexpr,
+    GATED: gl.constexpr,
+    BIAS: gl.constexpr,
+    TOP_K: gl.constexpr,
+    CLAMPED: gl.constexpr,
+    ALPHA: gl.constexpr,
+    LIMIT: gl.constexpr,
+    WIDTH: gl.constexpr,
+    CONSUMER: gl.constexpr,  # registers of a thread
+    PRODUCER: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    w_tiles = gl.allocate_shared_memory(gl.int16, [STAGES * CONSUMERS, ROWS, 64], SWIZZLED)
+    s_tiles = gl.allocate_shared_memory(gl.int32, [STAGES * CONSUMERS, 1, 128], _FLAT)
+    x_pieces = gl.allocate_shared_memory(
+        gl.bfloat16, [X_STAGES * 4 * (BLOCK_M // 16), 16, 64], SWIZZLED
+    )  # fmt: skip
+    w_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    w_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    x_full = gl.allocate_shared_memory(gl.int64, [X_STAGES, 1], mbarrier.MBarrierLayout())
+    x_empty = gl.allocate_shared_memory(gl.int64, [X_STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(w_full.index(i), count=1)
+        mbarrier.init(w_empty.index(i), count=CONSUMERS)
+    for i in gl.static_range(X_STAGES):
+        mbarrier.init(x_full.index(i), count=1)
+        mbarrier.init(x_empty.index(i), count=CONSUMERS)
+    fence_async_shared()
+    if CONSUMERS == 3:
+        gl.warp_specialize(
+            [
+                (multiply, (
+                    0, plan, bias, pairs, pair_weights, out, w_tiles, s_tiles, x_pieces,
+                    w_full, w_empty, x_full, x_empty, num_experts, N, num_rows, N_TILES,
+                    BLOCK_M, BLOCK_E, STEPS, CONSUMERS, STAGES, X_STAGES, GATED, BIAS, TOP_K,
+                    CLAMPED, ALPHA, LIMIT, WIDTH, PDL,
+                )),
+                (multiply, (
+                    1, plan, bias, pairs, pair_weights, out, w_tiles, s_tiles, x_pieces,
+                    w_full, w_empty, x_full, x_empty, num_experts, N, num_rows, N_TILES,
+                    BLOCK_M, BLOCK_E, STEPS, CONSUMERS, STAGES, X_STAGES, GATED, BIAS, TOP_K,
+                    CLAMPED, ALPHA, LIMIT, WIDTH, PDL,
+                )),
+                (multiply, (
+                    2, plan, bias, pairs, pair_weights, out, w_tiles, s_tiles, x_pieces,
+                    w_full, w_empty, x_full, x_empty, num_experts, N, num_rows, N_TILES,
+                    BLOCK_M, BLOCK_E, STEPS, CONSUMERS, STAGES, X_STAGES, GATED, BIAS, TOP_K,
+                    CLAMPED, ALPHA, LIMIT, WIDTH, PDL,
+                )),
+                (bring_words, (
+                    words, scales, plan, w_tiles, s_tiles, w_full, w_empty, num_experts, N,
+                    N_TILES, BLOCK_M, BLOCK_E, STEPS, CONSUMERS, STAGES, GATED, PDL,
+                )),
+                (bring_rows, (
+                    x, plan, x_pieces, x_full, x_empty, num_experts, N_TILES, BLOCK_M, BLOCK_E,
+                    STEPS, X_STAGES, PDL,
+                )),
+            ],
+            [4, 4, 1, 1],
+            [CONSUMER, CONSUMER, PRODUCER, PRODUCER],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (multiply, (
+                    0, plan, bias, pairs, pair_weights, out, w_tiles, s_tiles, x_pieces,
+                    w_full, w_empty, x_full, x_empty, num_experts, N, num_rows, N_TILES,
+                    BLOCK_M, BLOCK_E, STEPS, CONSUMERS, STAGES, X_STAGES, GATED, BIAS, TOP_K,
+                    CLAMPED, ALPHA, LIMIT, WIDTH, PDL,
+                )),
+                (multiply, (
+                    1, plan, bias, pairs, pair_weights, out, w_tiles, s_tiles, x_pieces,
+                    w_full, w_empty, x_full, x_empty, num_experts, N, num_rows, N_TILES,
+                    BLOCK_M, BLOCK_E, STEPS, CONSUMERS, STAGES, X_STAGES, GATED, BIAS, TOP_K,
+                    CLAMPED, ALPHA, LIMIT, WIDTH, PDL,
+                )),
+                (bring_words, (
+                    words, scales, plan, w_tiles, s_tiles, w_full, w_empty, num_experts, N,
+                    N_TILES, BLOCK_M, BLOCK_E, STEPS, CONSUMERS, STAGES, GATED, PDL,
+                )),
+                (bring_rows, (
+                    x, plan, x_pieces, x_full, x_empty, num_experts, N_TILES, BLOCK_M, BLOCK_E,
+                    STEPS, X_STAGES, PDL,
+                )),
+            ],
+            [4, 1, 1],
+            [CONSUMER, PRODUCER, PRODUCER],
+        )  # fmt: skip
+
+
+def fits(x: Tensor, experts: PackedExperts) -> bool:
+    """Whether the kernels can run: for up to FEW rows of bfloat16, and matrices with `factors`."""
+    both, count = (experts.gate_up, experts.down), experts.num_experts
+    return (
+        x.dtype == torch.bfloat16
+        and x.shape[0] <= FEW
+        and count <= 128
+        and experts.activation in _ACTIVATIONS
+        and all(isinstance(own, TiledWeight) and own.factors is not None for own in both)
+        and experts.gate_up.shape[0] % (2 * count * ROWS.value) == 0
+        and experts.down.shape[0] % (count * ROWS.value) == 0
+    )
+
+
+def expert_parts(
+    x: Tensor,
+    experts: PackedExperts,
+    weights: Tensor,
+    ids: Tensor,
+    spare: int = 0,
+    absent: bool = False,
+    forms: tuple[Form, Form] | None = None,
+) -> Tensor:
+    """See `kernels.packed.experts.packed_expert_parts`, for inputs that `fits` accepts.
+
+    `forms`, of both products, override what is chosen by shape; their tiles have the same height.
+    """
+    num_rows, top_k = ids.shape
+    forms = forms or forms_of(num_rows, top_k, experts.num_experts)
+    assert forms[0].block_m == forms[1].block_m
+    sorted_rows = arrange(x.contiguous(), ids.contiguous(), experts.num_experts, forms[0].block_m)
+    work = sorted_rows.plan, sorted_rows.pairs, weights.contiguous()
+    inner_size = triton.cdiv(experts.down.shape[1], COLUMNS.value) * COLUMNS.value
+    inner = x.new_empty(ids.numel(), inner_size)
+    parts = empty_parts(x, ids.shape[1], spare, absent)
+    multiply_sorted(sorted_rows.rows, experts, work, inner, True, forms[0])
+    multiply_sorted(inner, experts, work, parts, False, forms[1])
+    return parts
+
+
+def multiply_sorted(
+    rows: Tensor,
+    experts: PackedExperts,
+    work: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    gated: bool,
+    form: Form,
+) -> None:
+    """Compute one of both products of sorted rows [T * k, columns, padded to 256].
+
+    `work` is the plan, the pairs and their weights [T, k]; out is as of the kernel.
+    """
+    own = experts.gate_up if gated else experts.down
+    bias = experts.gate_up_bias if gated else experts.down_bias
+    assert isinstance(own, TiledWeight) and own.factors is not None
+    plan, pairs, weights = work
+    outputs = own.shape[0] // (experts.num_experts * (2 if gated else 1))
+    three = form.consumers == 3
+    card = card_of(rows.device)
+    programs = 4 if card is None else card.num_processors
+    _hopper_experts_kernel[(programs,)](
+        TensorDescriptor.from_tensor(own.words, [ROWS.value, 64], SWIZZLED.value),
+        TensorDescriptor.from_tensor(own.factors.view(-1, 128), [1, 128], _FLAT.value),
+        TensorDescriptor.from_tensor(rows, [16, 64], SWIZZLED.value),
+        plan,
+        rows if bias is None else bias,
+        pairs,
+        weights,
+        out,
+        experts.num_experts,
+        outputs,
+        weights.shape[0],
+        N_TILES=triton.cdiv(outputs, form.consumers * ROWS.value),
+        BLOCK_M=form.block_m,
+        BLOCK_E=max(32, triton.next_power_of_2(experts.num_experts)),
+        STEPS=rows.shape[1] // COLUMNS.value,
+        CONSUMERS=form.consumers,
+        STAGES=form.stages,
+        X_STAGES=form.x_stages,
+        GATED=gated,
+        BIAS=bias is not None,
+        TOP_K=weights.shape[1],
+        CLAMPED=experts.activation == "clamped_swiglu",
+        ALPHA=experts.alpha,
+        LIMIT=experts.limit,
+        WIDTH=out.shape[1] if gated else 0,
+        CONSUMER=160 if three else 232,
+        PRODUCER=32 if three else 40,
+        num_warps=4,
+        maxnreg=128 if three else 168,
+        **pdl_options(rows),
+    )
+
+
+def forms_of(num_rows: int, top_k: int, num_experts: int) -> tuple[Form, Form]:
+    """The forms of both products."""
+    if num_rows <= 16:
+        form = Form(16, 3, 6, 4)
+    elif num_rows * top_k <= 16 * num_experts:
+        form = Form(32, 3, 5, 3)
+    else:
+        form = Form(64, 2, 8, 2)
+    return form, form
+
+
+class SortedRows(NamedTuple):
+    """The (row, choice) pairs of a step, sorted by expert."""
+
+    plan: Tensor  # [3, E] int32, see `hopper_expert_roles`
+    pairs: Tensor  # [T * k] int32
+    rows: Tensor  # [T * k, columns padded to 256], their rows of x, in the order of `_operand`
+
+
+def arrange(x: Tensor, ids: Tensor, num_experts: int, block_m: int) -> SortedRows:
+    """Sort the rows of x [T, K] by the experts that ids [T, k] choose, for tiles of `block_m`
+    rows. Pairs with ids below 0 are left out, and leave memory at the end unwritten."""
+    num_pairs, top_k = ids.numel(), ids.shape[1]
+    width = triton.cdiv(x.shape[1], COLUMNS.value) * COLUMNS.value
+    plan = torch.empty(3, num_experts, dtype=torch.int32, device=x.device)
+    pairs = torch.empty(num_pairs, dtype=torch.int32, device=x.device)
+    rows = x.new_empty(num_pairs, width)
+    _arrange_kernel[(num_pairs + 1,)](
+        ids, x, plan, pairs, rows, num_pairs, num_experts, x.shape[1],
+        TOP_K=top_k, WIDTH=width, BLOCK=triton.next_power_of_2(num_pairs),
+        BLOCK_E=max(32, triton.next_power_of_2(num_experts)), BLOCK_K=1024, BLOCK_M=block_m,
+        num_warps=4, **pdl_options(x),
+    )  # fmt: skip
+    return SortedRows(plan, pairs, rows)
+
+
+hash_functions(globals())
