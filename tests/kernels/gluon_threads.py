@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from types import FunctionType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -55,7 +55,9 @@ class Pointer:
         return torch.where(inside, at, 0), inside
 
 
-def load(pointer: Pointer, mask: Tensor | None = None, other: float = 0) -> Tensor:
+def load(
+    pointer: Pointer, mask: Tensor | None = None, other: float = 0, cache_modifier: str = ""
+) -> Tensor:
     at, inside = pointer.places(mask if mask is None else torch.as_tensor(mask))
     return torch.where(inside, pointer.memory[at], other)
 
@@ -89,6 +91,13 @@ class Shared:
         panels = self.memory.view(columns // self.panel, rows, self.panel)
         return panels.permute(1, 0, 2).reshape(rows, columns).clone()  # registers
 
+    def put(self, box: Tensor) -> None:
+        """Store a box as the copies of hardware do, whose rows are cut into panels."""
+        if box.shape[-1] > self.panel:
+            assert box.dim() == 2
+            box = box.view(box.shape[0], -1, self.panel).permute(1, 0, 2)
+        self.memory.copy_(box.reshape(-1))
+
     def store(self, value: Tensor) -> None:
         assert self.shape[-1] == self.panel
         self.memory.copy_(value.reshape(-1))
@@ -107,6 +116,8 @@ class Barrier:
 class Machine:
     """What stands for `gl`, `tma`, `mbarrier` and the products in a kernel's module."""
 
+    fetched: ClassVar[list[tuple[int, int]]] = []  # first value and number of all prefetches
+
     def __init__(self, program: int, num_programs: int) -> None:
         self.changed = threading.Condition()
         self.failure: BaseException | None = None
@@ -118,6 +129,7 @@ class Machine:
             arange=lambda low, high, layout: torch.arange(low, high), where=self._where,
             maximum=self._extreme(torch.maximum), minimum=self._extreme(torch.minimum),
             max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis), exp2=torch.exp2,
+            exp=torch.exp, inline_asm_elementwise=self._prefetch,
             associative_scan=lambda x, axis, _add: x.cumsum(axis), num_warps=lambda: 4,
             reshape=torch.reshape, permute=torch.permute, rsqrt=torch.rsqrt,
             split=lambda x: x.unbind(-1),
@@ -140,8 +152,13 @@ class Machine:
             arrive=self._arrive, wait=self._wait,
         )  # fmt: skip
         self.tma = SimpleNamespace(async_copy_global_to_shared=self._copy)
+        self.async_copy = SimpleNamespace(
+            async_copy_global_to_shared=self._copy_rows, mbarrier_arrive=self._arrive_after_rows
+        )
         self.names = {
-            "gl": self.gl, "mbarrier": self.mbarrier, "tma": self.tma, "fence_async_shared": plain,
+            "gl": self.gl, "mbarrier": self.mbarrier, "tma": self.tma,
+            "async_copy": self.async_copy, "fence_async_shared": plain,
+            "gdc_wait": plain, "gdc_launch_dependents": plain,
             "warpgroup_mma": self._multiply, "warpgroup_mma_wait": self._wait_products,
         }  # fmt: skip
 
@@ -209,10 +226,37 @@ class Machine:
         target.memory.fill_(unwritten(target.memory.dtype))
         self.copies.put((source, [int(c) for c in corner], barrier, target))
 
+    def _prefetch(
+        self, assembly: str, _constraints: str, args: tuple[Pointer, Tensor], **_options: object
+    ) -> Tensor:
+        """The only assembly in kernels: prefetches of whole lines, which must be in the tensor."""
+        assert "prefetch.L2" in assembly
+        pointer, sizes = args
+        for offset, size in zip(pointer.offset.tolist(), sizes.tolist(), strict=True):
+            values = torch.arange(size // pointer.memory.element_size())
+            assert size % 16 == 0 and offset * pointer.memory.element_size() % 16 == 0
+            Pointer(pointer.memory, offset + values).places(None)
+            self.fetched.append((offset, len(values)))
+        return sizes
+
+    def _copy_rows(self, target: Shared, source: Pointer, mask: Tensor) -> None:
+        """A warp copies the values at pointers [rows, columns]; those masked are NaN, not zero."""
+        target.memory.fill_(float("nan"))
+        at, inside = source.places(mask)
+        self.copies.put(lambda: target.put(torch.where(inside, source.memory[at], float("nan"))))
+
+    def _arrive_after_rows(self, barrier: Barrier, increment_count: bool) -> None:
+        """Each thread of a warp arrives when its copies have."""
+        assert not increment_count
+        self.copies.put(lambda: self._change(barrier, 32, 0))
+
     def _copy_engine(self) -> None:
         while (work := self.copies.get()) is not None:
-            source, corner, barrier, target = work
             time.sleep(0)
+            if callable(work):
+                work()
+                continue
+            source, corner, barrier, target = work
             box = torch.zeros(source.block_shape, dtype=source.base.dtype)
             inside = [
                 max(0, min(size, whole - at))
@@ -223,7 +267,7 @@ class Machine:
             box[part] = whole[
                 tuple(slice(at, at + size) for at, size in zip(corner, inside, strict=True))
             ]
-            target.memory.copy_(box.reshape(-1))
+            target.put(box)
             self._change(barrier, 0, -size_of(box.dtype) * box.numel())
 
     def _multiply(

@@ -271,6 +271,15 @@ def experts() -> None:
             module("moe").run_experts(t(rows, hidden), of, weights, ids)
             if rows == 1:
                 module("moe").add_experts(t(1, hidden), of, weights, ids, t(1, hidden))
+            if top_k == 8 and rows in (8, 128, 256):
+                listing = module("expert_rows").work_for
+                room = "slipstream.kernels.linear.grouped.triton"
+                hopper = importlib.import_module(f"{room}.hopper_experts")
+                work, inner_values = listing(weights, ids, num_experts, 128), t(rows * top_k, inner)
+                parts = t(top_k, rows, hidden, dtype=torch.float32)
+                for source, out in ((t(rows, hidden), inner_values), (inner_values, parts)):
+                    gated, options = out is inner_values, {"form": hopper.Form(), "programs": 132}
+                    hopper.multiply_experts(gated, source, of, work, out, **options)
             if top_k == 4:
                 module("packed_experts").expert_parts(t(rows, hidden), packed(of), weights, ids)
 

@@ -7,8 +7,9 @@
 the models run it, then the difference that each variant makes: bytes of experts' weights that the
 kernel that chooses the experts fetches into L2 ahead (`every` or `chosen`), columns that the first
 programs of each product prefetch before they wait (`early`), and parts of the down product in the
-model's dtype (`narrow`). `products` prints microseconds of the routing and of each product alone,
-and the products' share of the peak bandwidth. `tiles` tries tile sizes in the chain.
+model's dtype (`narrow`). `roles` is the warp-specialised kernel with columns of a stage x stages.
+`products` prints microseconds of the routing and of each product alone, by both kernels, and the
+products' share of the peak bandwidth. `tiles` tries tile sizes in the chain.
 
 Layers have separate weights, so that none is in the cache, and run in one graph with dependent
 launches. All kernels are compiled first, in parallel and without the GPU. A variant whose experts
@@ -34,6 +35,7 @@ from torch import Tensor
 from slipstream.kernels.compile_ahead import ForkingExecutor, compiling_only, without_gpu
 from slipstream.kernels.device import Card
 from slipstream.kernels.linear.experts import Ahead, ExpertWeights, Routing
+from slipstream.kernels.linear.grouped.triton.hopper_experts import Form
 from slipstream.kernels.linear.linear import linear_parts
 from slipstream.kernels.linear.linear_choice import Shape
 from slipstream.kernels.linear.linear_tuned import create_chooser
@@ -65,12 +67,15 @@ class Variant:
     early: moe.Early | None = None
     narrow: int | None = None
     tiles: tuple[moe.Tiles, moe.Tiles] | None = None
+    form: Form | None = None  # of the warp-specialised kernel
 
 
 BASE = Variant("built-in")
 FEW = (  # fewer pairs than twice the experts
     *(Variant(f"chosen {size} MB", chosen=size * MB) for size in (8, 16, 24)),
     Variant("early down 768", early=moe.Early(264, down=768)),
+    *(Variant(f"roles {k}x{n}", form=Form(k, n)) for k, n in ((128, 6), (128, 4), (64, 12))),
+    Variant("roles, chosen 16 MB", chosen=16 * MB, form=Form()),
     Variant("both 16 MB", chosen=16 * MB, early=moe.Early(264, down=768)),
     Variant("narrow", narrow=1),
 )
@@ -81,6 +86,11 @@ MANY = (
     Variant("early both", early=moe.Early(264, 256, 768)),
     Variant("24 MB, early down", every=24 * MB, early=moe.Early(264, down=768)),
     Variant("24 MB, early both", every=24 * MB, early=moe.Early(264, 256, 768)),
+    *(Variant(f"roles {k}x{n}", form=Form(k, n)) for k, n in ((128, 6), (128, 4), (64, 12))),
+    Variant("roles, fetch 512", form=Form(fetch=512)),
+    Variant("roles, 24 MB", every=24 * MB, form=Form()),
+    Variant("roles, 24 MB, narrow", every=24 * MB, form=Form(), narrow=1),
+    Variant("roles, fetch 512, 24 MB", every=24 * MB, form=Form(fetch=512)),
     Variant("narrow", narrow=1),
     Variant("all", every=24 * MB, early=moe.Early(264, down=768), narrow=1),
 )
@@ -159,7 +169,7 @@ class Bench:
     ) -> Tensor:
         return moe.expert_parts(
             x, layer.experts, weights, ids,
-            early=variant.early, narrow=variant.narrow, tiles=variant.tiles,
+            early=variant.early, narrow=variant.narrow, tiles=variant.tiles, form=variant.form,
         )  # fmt: skip
 
     def chain(self, stream: Tensor, variant: Variant) -> None:
@@ -240,31 +250,38 @@ def products(bench: Bench, rows: Sequence[int]) -> None:
     layer = bench.layers[0]
     size = 2 * layer.inner * layer.hidden  # bytes of an expert's smallest matrix
     if not bench.is_dry:
-        print("rows  routing   gate_up  share     down  share   touched")
+        print(
+            "rows  routing   gate_up  share     down  share; with roles of warps; experts touched"
+        )
     for count in rows:
         stream = bench.rows(count)
         route = [partial(bench.route, each, stream, stream, BASE) for each in bench.layers]
         routing = bench.time(route * REPEATS)
         touched, times = bench.touched(stream), []
-        for gated in (True, False):
+        for form, gated in itertools.product((None, Form()), (True, False)):
             calls = []
             for each in bench.layers:
                 x, _, weights, ids = bench.route(each, stream, stream, BASE)
                 work = moe.work_for(weights, ids, layer.count, 128)
-                calls.append(partial(one_product, gated, work, x, each, weights, ids))
+                calls.append(partial(one_product, gated, form, work, x, each, weights, ids))
             times.append(bench.time(calls * REPEATS))
-        shares = [
-            n * size * touched / us / 1e6 / bench.peak for n, us in zip((2, 1), times, strict=True)
-        ]
+        sizes = (2 * size * touched, size * touched) * 2
+        line = "  ".join(
+            f"{us:8.2f} {nbytes / us / 1e6 / bench.peak:6.1%}"
+            for us, nbytes in zip(times, sizes, strict=True)
+        )
         if not bench.is_dry:
-            line = "  ".join(
-                f"{us:8.2f} {part:6.1%}" for us, part in zip(times, shares, strict=True)
-            )
             print(f"{count:4} {routing:8.2f}  {line} {touched:8.1f}", flush=True)
 
 
 def one_product(
-    gated: bool, work: moe.Work, x: Tensor, layer: Layer, weights: Tensor, ids: Tensor
+    gated: bool,
+    form: Form | None,
+    work: moe.Work,
+    x: Tensor,
+    layer: Layer,
+    weights: Tensor,
+    ids: Tensor,
 ) -> None:
     """Only one of the two products, of rows that have been listed."""
 
@@ -275,7 +292,7 @@ def one_product(
         return out
 
     with patch.multiple(moe, both_products=one, work_for=lambda *_: work):
-        moe.expert_parts(x, layer.experts, weights, ids)
+        moe.expert_parts(x, layer.experts, weights, ids, form=form)
 
 
 PARTS = {"chain": chain, "products": products, "tiles": tiles}

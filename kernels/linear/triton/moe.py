@@ -10,7 +10,10 @@ smallest shape of the tensor cores. Launches depend on shapes only, so a graph m
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -18,10 +21,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ...device import card_of
 from ...launch import fetch_bytes, fits_tma, has_tma, hash_functions, pdl_options, wait_for_inputs
 from ..experts import ExpertWeights
 from .expert_rows import Work, both_products, rows_of, store_products, whole, work_for, work_of
 from .one_row_experts import activation_options, run_one_row
+
+if TYPE_CHECKING:
+    from ..grouped.triton.hopper_experts import Form
 
 
 @dataclass(frozen=True)
@@ -154,6 +161,7 @@ def _tile_kernel(
 
 
 EARLY = Early(264)  # as much as has been measured to save time
+HOPPER_ROWS = (0, -1)  # the fewest and the most rows of `hopper_experts`; none until measured
 
 
 def tiles_of(block_m: int, gated: bool, element_size: int = 2) -> Tiles:
@@ -210,13 +218,15 @@ def expert_parts(
     fixed: bool = False,
     early: Early | None = None,
     narrow: int | None = None,
+    form: Form | None = None,
 ) -> Tensor:
     """See `kernels.linear.moe.expert_parts`, and `run_experts` for `absent`.
 
     `tiles` (for both products) and `tma` (whether descriptors load the weights) override what is
     chosen by shape. `fixed`: one row, a few and many have the same arithmetic; returns
     [k, T, H] in the dtype of x. `early` overrides what programs prefetch, and `narrow` the number
-    of rows from which on parts have the dtype of x.
+    of rows from which on parts have the dtype of x. With `form`, or for the numbers of rows in
+    `HOPPER_ROWS`, the warp-specialised kernel multiplies if it fits.
     """
     assert experts.gate_up.is_contiguous() and experts.down.is_contiguous()
     if x.shape[0] == 1 and not absent and not fixed:
@@ -226,7 +236,13 @@ def expert_parts(
     ahead = early or EARLY
     first, second = tiles or tuple(tiles_of(work.block_m, g, width) for g in (True, False))
 
+    wanted = form is not None or (HOPPER_ROWS[0] <= work.num_rows <= HOPPER_ROWS[1] and not fixed)
+    specialised = _specialised(x, experts, work, form) if wanted and tiles is None else None
+
     def multiply(gated: bool, source: Tensor, out: Tensor) -> None:
+        if specialised is not None:
+            specialised(gated, source, experts, work, out)
+            return
         size, own = (first, experts.gate_up) if gated else (second, experts.down)
         bias = experts.gate_up_bias if gated else experts.down_bias
         flat = own.view(-1, own.shape[2])
@@ -269,6 +285,19 @@ def expert_parts(
         )
 
     return both_products(x, experts.down.shape[2], work, multiply, spare, absent, fixed, narrow)
+
+
+def _specialised(
+    x: Tensor, experts: ExpertWeights, work: Work, form: Form | None
+) -> Callable[..., None] | None:
+    """The warp-specialised product for this GPU; None if it does not fit."""
+    from ..grouped.triton import hopper_experts  # which needs Gluon
+
+    card, form = card_of(x.device), form or hopper_experts.Form()
+    if not has_tma(x) or card is None or not hopper_experts.fits(x, experts, work, form):
+        return None
+    programs = card.num_processors
+    return partial(hopper_experts.multiply_experts, form=form, programs=programs)
 
 
 def _early_columns(early: Early, work: Work, gated: bool, weight: Tensor, size: Tiles) -> int:
