@@ -24,6 +24,7 @@ from .one_row_experts import activated
 FEW = 256  # up to this number of rows, the next kernel sums the parts
 NARROW = FEW + 1  # from this number of rows on, parts have the dtype of x; below they are float32
 _PAIRS = 1024  # (row, choice) pairs that the listing kernel reads at a time
+_FEW_PAIRS = 256  # up to this number one warp reads them at once, which needs no barriers
 
 
 @triton.jit(do_not_specialize=["num_pairs", "most"])
@@ -190,11 +191,13 @@ def work_for(
     if num_rows > FEW:
         splits = triton.next_power_of_2(triton.cdiv(pairs, num_experts * block_m))
     candidates, by_pair = min(pairs, num_experts), pairs < num_experts
+    block = _FEW_PAIRS if pairs <= _FEW_PAIRS else _PAIRS
     listed = torch.empty(2, candidates, dtype=torch.int32, device=ids.device)
     order = torch.empty(candidates, num_rows, dtype=torch.int32, device=ids.device)
     _list_kernel[(candidates,)](
         ids, listed[0], listed[1], order, pairs, num_rows,
-        BY_PAIR=by_pair, BLOCK=_PAIRS, num_warps=4, **pdl_options(ids),
+        BY_PAIR=by_pair, BLOCK=block, num_warps=1 if block <= _FEW_PAIRS else 4,
+        **pdl_options(ids),
     )  # fmt: skip
     rows = (num_rows, top_k, block_m, splits)
     return Work(listed[0], listed[1], order, weights, *rows, one_row=False, by_pair=by_pair)
