@@ -143,7 +143,6 @@ class Machine:
             float32=torch.float32, bfloat16=torch.float32,
             float8e4nv=torch.float8_e4m3fn, abs=torch.abs, div_rn=torch.div,
             full_like=torch.full_like,
-            inline_asm_elementwise=plain,  # in kernels here, it only waits and prefetches
             **dict.fromkeys(("BlockedLayout", "SliceLayout", "DotOperandLayout"), plain),
             **dict.fromkeys(("NVMMASharedLayout", "NVMMADistributedLayout"), plain),
         )  # fmt: skip
@@ -226,18 +225,16 @@ class Machine:
         target.memory.fill_(unwritten(target.memory.dtype))
         self.copies.put((source, [int(c) for c in corner], barrier, target))
 
-    def _prefetch(
-        self, assembly: str, _constraints: str, args: tuple[Pointer, Tensor], **_options: object
-    ) -> Tensor:
-        """The only assembly in kernels: prefetches of whole lines, which must be in the tensor."""
-        assert "prefetch.L2" in assembly
+    def _prefetch(self, assembly: str, _constraints: str, args: Any, **_options: object) -> None:
+        """In kernels here, assembly only waits and prefetches; spans must be in the tensor."""
+        if "bulk.prefetch" not in assembly:
+            return
         pointer, sizes = args
         for offset, size in zip(pointer.offset.tolist(), sizes.tolist(), strict=True):
             values = torch.arange(size // pointer.memory.element_size())
             assert size % 16 == 0 and offset * pointer.memory.element_size() % 16 == 0
             Pointer(pointer.memory, offset + values).places(None)
             self.fetched.append((offset, len(values)))
-        return sizes
 
     def _copy_rows(self, target: Shared, source: Pointer, mask: Tensor) -> None:
         """A warp copies the values at pointers [rows, columns]; those masked are NaN, not zero."""
