@@ -96,6 +96,9 @@ class Units:
 # before it, or `dry_start` would not compile every kernel. None is in use until
 # `tests/lab/measure_ragged.py` has measured them on a GPU.
 UNITS: dict[int, tuple[Units, ...]] = {}
+# Stages of other launches for tiles of 16 rows that read the pages of a tile one tile earlier; None
+# if they do not.
+AHEAD_STAGES: int | None = None
 
 
 @cache_by_device
@@ -231,8 +234,9 @@ def plan_launch(
         early=fused and 2 * programs <= num_processors,
         only_long=only_long,
     )
-
     if fused and block_m == 16 and element_size == 2 and values <= _LAST_SUMS_VALUES:
+        if AHEAD_STAGES is not None:
+            launch = replace(launch, ahead=True, num_stages=AHEAD_STAGES)
         chosen = [u for u in UNITS.get(dim, ()) if programs >= u.least * num_processors]
         return chosen[-1].apply(launch, max_keys) if chosen else launch
     return launch

@@ -75,13 +75,20 @@ def latent_arguments(query: Tensor, rule: AttentionRule, out: Tensor) -> dict[st
 
 
 @triton.jit
+def pages_of_keys(table, key_start, high, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The pages of BLOCK_N keys from `key_start` on, [BLOCK_N]; `table` is the request's row."""
+    at = key_start + tl.arange(0, BLOCK_N)
+    return tl.load(table + at // PAGE, mask=at < high, other=0)
+
+
+@triton.jit
 def absorb_tile(
     state,  # (maxima, totals, sums of values); see `online_softmax.absorb`
     q,  # [BLOCK_M, BLOCK_D]
     q_rest,  # [BLOCK_M, DIM_REST]; unused without one
     position,  # [BLOCK_M] sequence position of each row
     cache,  # pointers to keys and values, and their strides by block, token and head
-    table,  # pointer to the request's row of the block table
+    page,  # [BLOCK_N] from `pages_of_keys`
     kv_head,
     key_start,
     low,  # keys before it are not read; None if no tile has any
@@ -105,7 +112,7 @@ def absorb_tile(
     exists = at < high
     if low is not None:  # their pages may hold another request's values by now
         exists = exists & (at >= low)
-    page = tl.load(table + at // PAGE, mask=exists, other=0).to(tl.int64)
+    page = page.to(tl.int64)
     k_row = cache[0] + page * cache[2] + (at % PAGE) * cache[3] + kv_head * cache[4]
     if PACKED:
         k = load_latent(k_row, exists, q.dtype, DIM, DIMS[3])
