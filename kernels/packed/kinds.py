@@ -73,7 +73,7 @@ class Codes:
     # 1 = the kernel whose warps have roles (`hopper_codes`), for Hopper; then `block_k` is 128,
     # `block_m` is 64 or 128, and `num_warps` and `early` have no meaning
     roles: int = 0
-    narrow: int = 0  # 1 = parts have 16 bits; of o and down, with roles
+    narrow: int = 0  # 1 = parts have 16 bits; of o and down
 
 
 PackedChoice: TypeAlias = Gemv | Skinny | None | Quantised | Row | Direct | Codes

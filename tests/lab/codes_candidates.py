@@ -51,9 +51,12 @@ def _without_roles(name: str, shape: Shape, rows: int) -> Iterator[Codes]:
                 count = 3 if height <= 64 else 2
                 for split_k in (splits or [1])[:count] if shape.may_split else [1]:
                     for promote in (1, 0) if bucket >= 64 and not by_group else (1,):
-                        yield Codes(
+                        choice = Codes(
                             *(block_n, block_k, stages, warps, split_k, height, by_group, promote)
                         )
+                        yield choice
+                        if split_k > 1 and shape.role == "down" and rows <= 16:
+                            yield replace(choice, narrow=1)
 
 
 def _with_roles(name: str, shape: Shape, rows: int) -> Iterator[Codes]:
@@ -61,7 +64,7 @@ def _with_roles(name: str, shape: Shape, rows: int) -> Iterator[Codes]:
     height = 64 if rows <= 64 else 128
     gates = 2 if shape.role == "gate_up" else 1
     codings: tuple[int, ...] = (1,) if name == "blocks" or shape.role in ("o", "down") else (0,)
-    if name == "fp8" and (shape.role, rows > 128) in (("down", True), ("o", True), ("o", False)):
+    if name == "fp8" and (shape.role == "o" or (shape.role == "down" and rows > 128)):
         codings = (1, 0)
     for by_group in codings:
         for block_n in (64, 128) if gates == 2 or by_group or rows <= 64 else (64, 128, 256):

@@ -78,7 +78,9 @@ SHAPES = {
     ),
 }
 ROWS = (32, 8, 64, 128, 256, 16)  # the most important first
-PARTS_RATE = 3e6  # bytes a microsecond at which the next kernel reads parts, mostly out of L2
+# bytes a microsecond at which the next kernel, a program for each row, reads parts out of L2: of
+# all rows, and of one, for which the multiprocessor's 64 bytes a cycle are the limit
+PARTS_RATE, ROW_RATE = 3e6, 1e5
 
 
 def run(shape: Shape, choice: Codes, coded: Tensor, weight: TiledWeight) -> Tensor:
@@ -347,7 +349,8 @@ def parts_us(choice: PackedChoice, shape: Shape, rows: int) -> float:
     """What it costs the next kernel to read parts instead of one output in 16 bits."""
     split_k = getattr(choice, "split_k", 1) if shape.may_split else 1
     size = 2 if getattr(choice, "narrow", 0) else 4
-    return 0.0 if split_k == 1 else (size * split_k - 2) * rows * shape.outputs / PARTS_RATE
+    rate = min(PARTS_RATE, rows * ROW_RATE)
+    return 0.0 if split_k == 1 else (size * split_k - 2) * rows * shape.outputs / rate
 
 
 def main() -> None:

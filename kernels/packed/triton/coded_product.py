@@ -116,7 +116,7 @@ def _coded_kernel(
     scales,  # [K / 128, rows / ROW_GROUP], or [N] or [2 N] factors of whole rows
     bias,  # [N] or [2 N]
     residual,  # [M, N]
-    out,  # [M, N], or [split_k, M, N] float32, or coded rows
+    out,  # [M, N], or [split_k, M, N] parts, or coded rows
     out_scales,  # `out` as float32 from the first row's scales on, if it is coded rows
     num_rows,  # M
     num_outputs,  # N
@@ -228,7 +228,8 @@ def _coded_kernel(
         y = tl.where(is_n[:, None], acc, 0.0).to(DTYPE).to(tl.float32)
         _store_coded(y, out, out_scales, block, m, num_rows, out_bytes, BLOCK_M, HARDWARE)
     elif MODE == 1:
-        tl.store(out + (part * num_rows + m)[None, :] * num_outputs + n[:, None], acc, mask=inside)
+        at = (part * num_rows + m)[None, :] * num_outputs + n[:, None]
+        tl.store(out + at, acc.to(out.dtype.element_ty), mask=inside)
     else:
         at = m[None, :] * num_outputs + n[:, None]
         if RESIDUAL:
@@ -285,8 +286,10 @@ def multiply(
         assert coding is not None and coding.columns == num_outputs
         result, out, out_scales = empty_rows(x, num_rows, coding)
     elif mode == PARTS:
-        shape = (split_k, num_rows, num_outputs)
-        result = torch.empty(shape, dtype=torch.float32, device=x.device)
+        shape, of_parts = (split_k, num_rows, num_outputs), torch.float32
+        if choice.narrow:
+            of_parts = dtype
+        result = torch.empty(shape, dtype=of_parts, device=x.device)
     else:
         result = torch.empty(num_rows, num_outputs, dtype=dtype, device=x.device)
     x_codes = x.view(torch.float8_e4m3fn)

@@ -205,6 +205,9 @@ def test_products_are_those_of_the_codes(
         parts = kernel.multiply(coded, weight, choice, half, PARTS, bias, tma=tma)
         assert parts.shape == (2, rows, 37) and parts.dtype == torch.float32
         close(parts.sum(0), product, 1e-5)
+        narrow = replace(choice, narrow=1)
+        small = kernel.multiply(coded, weight, narrow, half, PARTS, bias, tma=tma)
+        assert torch.equal(small, parts.half())
 
 
 @pytest.mark.parametrize(
