@@ -61,6 +61,7 @@ class Wide:
     stages: int = 4  # copies of 64 columns in shared memory
     group: int = 16  # blocks of 128 rows that share weights in the L2 cache
     lag: int = 0  # copies by which the second half of a tile's rows is late
+    halves: int = 1  # 1 = the last tiles may have half as many weight rows
     norm: int = 0  # another kernel applies the norm
 
 

@@ -166,8 +166,12 @@ def of_many_rows() -> None:
         multiply(t(300, 4096), t(28672, 4096), choice, activation, programs=132)
         registers, spilled = resources(kernels[-1])
         assert (registers, spilled) == (168, 0), f"{choice} spills {spilled} bytes"
-        products = re.findall(r"m64n(\d+)k16", kernels[-1].asm["ptx"])
-        assert products == [str(choice.block_n)] * 8  # four of each of two consumers
+        # The products of a step must follow each other without a wait: two consumers have four for
+        # whole tiles and four for halves.
+        products = re.findall(r"\bHGMMA\.64x(\d+)x16\S* [^;]*?(gsb0)?\s*;", kernels[-1].asm["sass"])
+        sizes = [str(choice.block_n), str(choice.block_n // 2)]
+        assert sorted(size for size, _ in products) == sorted(sizes * 8), products
+        assert sum(waits == "gsb0" for _, waits in products) == 4, products
 
 
 def check_instructions() -> None:

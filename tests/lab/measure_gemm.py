@@ -48,12 +48,12 @@ FORMS: dict[str, Wide | None] = {
     "torch": None,
     "256x4": Wide(),
     "256x4 lag": Wide(lag=1),
-    "256x3": Wide(stages=3),
+    "undivided": Wide(halves=0),
     "128x6": Wide(128, 6),
     "group 8": Wide(group=8),
     "group 32": Wide(group=32),
 }
-SOME = {"group 8", "group 32", "256x3"}  # only of layers and rows where they may matter
+SOME = {"group 8", "group 32"}  # only of layers and rows where they may matter
 
 
 class Layer:

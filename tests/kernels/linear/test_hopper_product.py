@@ -31,24 +31,27 @@ def kernel(triton_interpreter: None, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("rows", "outputs", "inputs", "programs", "choice"),
+    ("activation", "rows", "outputs", "inputs", "programs", "choice"),
     [
-        (300, 200, 328, 2, Wide(128, 4, 2)),
-        (129, 328, 512, 3, Wide(256, 3, 1)),
-        (383, 64, 456, 2, Wide(64, 4, 16, lag=1)),
-        (257, 72, 648, 1, Wide(64, 6, 2, lag=2)),
+        (None, 300, 200, 328, 4, Wide(128, 4, 2)),  # four whole tiles, and halves of two
+        (None, 129, 328, 512, 3, Wide(256, 3, 1)),
+        (None, 257, 72, 648, 1, Wide(128, 6, 2, lag=2, halves=0)),
+        (None, 383, 64, 456, 9, Wide(128, 4, lag=1)),  # halves only, and some of them empty
+        ("silu", 300, 200, 328, 9, Wide(128, 4, 2, lag=1)),
+        ("silu", 383, 136, 456, 4, Wide(256, 4)),
+        ("silu", 129, 72, 520, 2, Wide(128, 3, 1, halves=0)),
+        ("gelu_tanh", 257, 72, 648, 4, Wide(128, 6, lag=2)),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("activation", [None, "silu", "gelu_tanh"])
 def test_it_equals_torch(
     kernel: Any,
+    activation: str | None,
     rows: int,
     outputs: int,
     inputs: int,
     programs: int,
     choice: Wide,
-    activation: str | None,
 ) -> None:
     """Rows, outputs and inputs are odd, and rows of x and of the weights lie apart."""
     x = torch.randn(rows, inputs + 8)[:, :inputs].bfloat16()
@@ -62,6 +65,14 @@ def test_it_equals_torch(
         expected = gate * up
     assert out.shape == (rows, outputs) and out.dtype == torch.bfloat16
     torch.testing.assert_close(out.double(), expected, rtol=5e-3, atol=2e-5)
+
+
+def test_the_last_tiles_are_divided_if_all_halves_run_at_once(kernel: Any) -> None:
+    divide = kernel._divide_tiles
+    assert divide(2688, 132, 1) == (2640, 96)  # gate_up of 3,000 rows: 48 tiles in the last round
+    assert divide(896, 132, 1) == (896, 0)  # 104 tiles, whose halves would need two rounds
+    assert divide(64, 132, 1) == (0, 128) and divide(66, 132, 1) == (0, 132)
+    assert divide(132, 132, 1) == (132, 0) and divide(2688, 132, 0) == (2688, 0)
 
 
 def test_gates_far_from_zero_stay_finite(kernel: Any) -> None:

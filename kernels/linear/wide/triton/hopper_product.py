@@ -54,39 +54,60 @@ def _find_tile(tile, row_blocks, column_blocks, group):
 
 
 @gluon.jit
-def _produce(
-    x_source, w_source, x_tiles, w_pieces, full, empty, row_blocks, column_blocks, steps, group,
-    up_from, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr,
+def _fill_tile(
+    x_source, w_source, x_tiles, w_pieces, full, empty, fill, row, column, steps, up_from,
+    N: gl.constexpr, PIECE: gl.constexpr, PIECES: gl.constexpr, STAGES: gl.constexpr,
+    GATED: gl.constexpr,
 ):  # fmt: skip
-    """The producer: fills the ring with the rows and weights of each tile."""
-    PIECES: gl.constexpr = 2 if GATED else 1
-    WIDTH: gl.constexpr = BLOCK_N // PIECES
-    fill = 0  # stages filled
-    for tile in range(gl.program_id(0), row_blocks * column_blocks, gl.num_programs(0)):
-        row_block, column_block = _find_tile(tile, row_blocks, column_blocks, group)
-        row, column = row_block * CONSUMERS * ROWS, column_block * WIDTH
-        for step in range(steps):
-            slot, phase = fill % STAGES, (fill // STAGES) & 1
-            at, is_full = step * BLOCK_K, full.index(slot)
-            mbarrier.wait(empty.index(slot), phase ^ 1)
-            mbarrier.expect(is_full, (CONSUMERS * ROWS + BLOCK_N) * BLOCK_K * 2)
-            for part in gl.static_range(CONSUMERS):
-                place = x_tiles.index(slot * CONSUMERS + part)
-                tma.async_copy_global_to_shared(
-                    x_source, [row + part * ROWS, at], is_full, place
-                )  # fmt: skip
-            for part in gl.static_range(PIECES):
-                place = w_pieces.index(slot * PIECES + part)
-                tma.async_copy_global_to_shared(
-                    w_source, [column + part * up_from, at], is_full, place
-                )  # fmt: skip
-            fill += 1
+    """Copy the rows of a tile and its N weights, in pieces, step by step."""
+    IN_TURN: gl.constexpr = N // PIECE // 2 if GATED else N // PIECE  # then come those of up
+    for step in range(steps):
+        slot, phase = fill % STAGES, (fill // STAGES) & 1
+        at, is_full = step * BLOCK_K, full.index(slot)
+        mbarrier.wait(empty.index(slot), phase ^ 1)
+        mbarrier.expect(is_full, (CONSUMERS * ROWS + N) * BLOCK_K * 2)
+        for part in gl.static_range(CONSUMERS):
+            place = x_tiles.index(slot * CONSUMERS + part)
+            tma.async_copy_global_to_shared(x_source, [row + part * ROWS, at], is_full, place)
+        for part in gl.static_range(N // PIECE):
+            place = w_pieces.index(slot * PIECES + part)
+            first = column + part % IN_TURN * PIECE + part // IN_TURN * up_from
+            tma.async_copy_global_to_shared(w_source, [first, at], is_full, place)
+        fill += 1
+    return fill
 
 
 @gluon.jit
-def _activate(acc, BLOCK_N: gl.constexpr, GELU: gl.constexpr):
-    """act(gate) * up of [ROWS, BLOCK_N] sums, the gates in the first half of the columns."""
-    halves = gl.reshape(acc, [ROWS, 2, BLOCK_N // 2])
+def _produce(
+    x_source, w_source, x_tiles, w_pieces, full, empty, row_blocks, column_blocks, steps, group,
+    whole, halves, up_from, BLOCK_N: gl.constexpr, PIECE: gl.constexpr, STAGES: gl.constexpr,
+    GATED: gl.constexpr,
+):  # fmt: skip
+    """The producer: fills the ring with the rows and weights of each tile."""
+    WIDTH: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    PIECES: gl.constexpr = BLOCK_N // PIECE
+    program = gl.program_id(0)
+    fill = 0  # stages filled
+    for tile in range(program, whole, gl.num_programs(0)):
+        row_block, column_block = _find_tile(tile, row_blocks, column_blocks, group)
+        fill = _fill_tile(
+            x_source, w_source, x_tiles, w_pieces, full, empty, fill,
+            row_block * CONSUMERS * ROWS, column_block * WIDTH, steps, up_from, BLOCK_N, PIECE,
+            PIECES, STAGES, GATED,
+        )  # fmt: skip
+    for tile in range(program, halves, gl.num_programs(0)):
+        row_block, column_block = _find_tile(whole + tile // 2, row_blocks, column_blocks, group)
+        fill = _fill_tile(
+            x_source, w_source, x_tiles, w_pieces, full, empty, fill,
+            row_block * CONSUMERS * ROWS, column_block * WIDTH + tile % 2 * (WIDTH // 2), steps,
+            up_from, BLOCK_N // 2, PIECE, PIECES, STAGES, GATED,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _activate(acc, N: gl.constexpr, GELU: gl.constexpr):
+    """act(gate) * up of [ROWS, N] sums, the gates in the first half of the columns."""
+    halves = gl.reshape(acc, [ROWS, 2, N // 2])
     gate, up = gl.split(gl.permute(halves, (0, 2, 1)))
     if GELU:
         # (1 + tanh(z)) / 2 is the logistic function of 2 z, which loses no digits for negative z
@@ -96,6 +117,11 @@ def _activate(acc, BLOCK_N: gl.constexpr, GELU: gl.constexpr):
     # The square of this root takes fewer instructions than a division.
     root = gl.rsqrt(1.0 + gl.exp2(-LOG2E * inner))
     return gate * up * (root * root)
+
+
+@gluon.constexpr_function
+def _sums_layout(width):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
 
 
 @gluon.constexpr_function
@@ -113,56 +139,80 @@ def _stored_layout(width):
 
 
 @gluon.jit
-def _consume(
-    PART: gl.constexpr, out, x_tiles, w_tiles, full, empty, begun, num_rows, num_columns,
-    row_blocks, column_blocks, steps, group, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+def _compute_tile(
+    PART: gl.constexpr, out, x_tiles, w_tiles, full, empty, begun, acc, fill, turn, row, column,
+    num_rows, num_columns, steps, N: gl.constexpr, PITCH: gl.constexpr, STAGES: gl.constexpr,
     LAG: gl.constexpr, GATED: gl.constexpr, GELU: gl.constexpr,
+):  # fmt: skip
+    """Multiply ROWS rows with N weights of each stage, and write what the sums become."""
+    WIDTH: gl.constexpr = N // 2 if GATED else N
+    STORED: gl.constexpr = _stored_layout(WIDTH)
+    if LAG > 0 and PART == 1:
+        mbarrier.wait(begun, turn & 1)
+    for step in range(steps):
+        slot, phase = fill % STAGES, (fill // STAGES) & 1
+        mbarrier.wait(full.index(slot), phase)
+        acc = warpgroup_mma(
+            x_tiles.index(slot * CONSUMERS + PART), w_tiles.index(slot * PITCH).permute((1, 0)),
+            acc, use_acc=step > 0, is_async=True,
+        )  # fmt: skip
+        acc = warpgroup_mma_wait(1, deps=[acc])
+        # The products of the step before have ended, those of this step are in flight.
+        if step > 0:
+            mbarrier.arrive(empty.index((fill - 1) % STAGES), count=1)
+        if LAG > 0 and PART == 0 and step == LAG - 1:
+            mbarrier.arrive(begun, count=1)
+        fill += 1
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(empty.index((fill - 1) % STAGES), count=1)
+
+    result = acc
+    if GATED:
+        result = _activate(acc, N, GELU)
+    result = gl.convert_layout(result.to(out.dtype.element_ty), STORED)
+    rows = row + PART * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORED))
+    columns = column + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, STORED))
+    place = out + (gl.cast(rows, gl.int64) * num_columns)[:, None] + columns[None, :]
+    inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+    gl.store(place, result, mask=inside)
+    return acc, fill
+
+
+@gluon.jit
+def _consume(
+    PART: gl.constexpr, out, x_tiles, w_tiles, w_halves, full, empty, begun, num_rows, num_columns,
+    row_blocks, column_blocks, steps, group, whole, halves, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, LAG: gl.constexpr, GATED: gl.constexpr, GELU: gl.constexpr,
 ):  # fmt: skip
     """A consumer: computes ROWS rows of each tile."""
     WIDTH: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    STORED: gl.constexpr = _stored_layout(WIDTH)
-    row_within = PART * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORED))
-    column_within = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, STORED))
-    acc = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SUMS)
+    program = gl.program_id(0)
+    acc = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=_sums_layout(BLOCK_N))
     fill, turn = 0, 0  # stages multiplied, tiles computed
-    for tile in range(gl.program_id(0), row_blocks * column_blocks, gl.num_programs(0)):
-        if LAG > 0 and PART == 1:
-            mbarrier.wait(begun, turn & 1)
-        for step in range(steps):
-            slot, phase = fill % STAGES, (fill // STAGES) & 1
-            mbarrier.wait(full.index(slot), phase)
-            acc = warpgroup_mma(
-                x_tiles.index(slot * CONSUMERS + PART), w_tiles.index(slot).permute((1, 0)), acc,
-                use_acc=step > 0, is_async=True,
-            )  # fmt: skip
-            acc = warpgroup_mma_wait(1, deps=[acc])
-            # The products of the step before have ended, those of this step are in flight.
-            if step > 0:
-                mbarrier.arrive(empty.index((fill - 1) % STAGES), count=1)
-            if LAG > 0 and PART == 0 and step == LAG - 1:
-                mbarrier.arrive(begun, count=1)
-            fill += 1
-        turn += 1
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(empty.index((fill - 1) % STAGES), count=1)
-
+    for tile in range(program, whole, gl.num_programs(0)):
         row_block, column_block = _find_tile(tile, row_blocks, column_blocks, group)
-        row = row_block * CONSUMERS * ROWS + row_within
-        column = column_block * WIDTH + column_within
-        result = acc
-        if GATED:
-            result = _activate(acc, BLOCK_N, GELU)
-        result = gl.convert_layout(result.to(out.dtype.element_ty), STORED)
-        place = out + (gl.cast(row, gl.int64) * num_columns)[:, None] + column[None, :]
-        inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
-        gl.store(place, result, mask=inside)
+        acc, fill = _compute_tile(
+            PART, out, x_tiles, w_tiles, full, empty, begun, acc, fill, turn,
+            row_block * CONSUMERS * ROWS, column_block * WIDTH, num_rows, num_columns, steps,
+            BLOCK_N, 1, STAGES, LAG, GATED, GELU,
+        )  # fmt: skip
+        turn += 1
+    half = gl.zeros([ROWS, BLOCK_N // 2], gl.float32, layout=_sums_layout(BLOCK_N // 2))
+    for tile in range(program, halves, gl.num_programs(0)):
+        row_block, column_block = _find_tile(whole + tile // 2, row_blocks, column_blocks, group)
+        half, fill = _compute_tile(
+            PART, out, x_tiles, w_halves, full, empty, begun, half, fill, turn,
+            row_block * CONSUMERS * ROWS, column_block * WIDTH + tile % 2 * (WIDTH // 2),
+            num_rows, num_columns, steps, BLOCK_N // 2, 2, STAGES, LAG, GATED, GELU,
+        )  # fmt: skip
+        turn += 1
 
 
-@gluon.jit(do_not_specialize=["num_rows", "row_blocks", "column_blocks", "steps", "group"])
+@gluon.jit(do_not_specialize=["num_rows", "row_blocks", "column_blocks", "steps", "group",
+                              "whole", "halves"])  # fmt: skip
 def _hopper_product_kernel(
     x_source,  # [M, K], copied by [ROWS, BLOCK_K]
-    w_source,  # [N, K], copied by [BLOCK_N, BLOCK_K], or half of it if GATED
+    w_source,  # [N, K], copied by [PIECE, BLOCK_K]
     out,  # [M, N], or [M, N / 2]; contiguous
     num_rows,  # M
     num_columns,  # of out
@@ -170,6 +220,8 @@ def _hopper_product_kernel(
     column_blocks,
     steps,  # copies of a row
     group,  # blocks of rows
+    whole,  # tiles that are not divided
+    halves,  # of the other tiles, at most one for a program
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     LAG: gl.constexpr,  # steps by which the second consumer is late
@@ -179,12 +231,11 @@ def _hopper_product_kernel(
     PRODUCER: gl.constexpr,
 ):
     dtype: gl.constexpr = out.dtype.element_ty
-    PIECES: gl.constexpr = 2 if GATED else 1
+    PIECE: gl.constexpr = BLOCK_N // 4 if GATED else BLOCK_N // 2
     x_tiles = gl.allocate_shared_memory(dtype, [STAGES * CONSUMERS, ROWS, BLOCK_K], SWIZZLED)
     w_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_K], SWIZZLED)
-    w_pieces = w_tiles._reinterpret(
-        dtype, [STAGES * PIECES, BLOCK_N // PIECES, BLOCK_K], SWIZZLED
-    )  # fmt: skip
+    w_halves = w_tiles._reinterpret(dtype, [STAGES * 2, BLOCK_N // 2, BLOCK_K], SWIZZLED)
+    w_pieces = w_tiles._reinterpret(dtype, [STAGES * BLOCK_N // PIECE, PIECE, BLOCK_K], SWIZZLED)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     begun = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -197,21 +248,30 @@ def _hopper_product_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                0, out, x_tiles, w_tiles, full, empty, begun, num_rows, num_columns, row_blocks,
-                column_blocks, steps, group, BLOCK_N, STAGES, LAG, GATED, GELU,
+                0, out, x_tiles, w_tiles, w_halves, full, empty, begun, num_rows, num_columns,
+                row_blocks, column_blocks, steps, group, whole, halves, BLOCK_N, STAGES, LAG,
+                GATED, GELU,
             )),
             (_consume, (
-                1, out, x_tiles, w_tiles, full, empty, begun, num_rows, num_columns, row_blocks,
-                column_blocks, steps, group, BLOCK_N, STAGES, LAG, GATED, GELU,
+                1, out, x_tiles, w_tiles, w_halves, full, empty, begun, num_rows, num_columns,
+                row_blocks, column_blocks, steps, group, whole, halves, BLOCK_N, STAGES, LAG,
+                GATED, GELU,
             )),
             (_produce, (
                 x_source, w_source, x_tiles, w_pieces, full, empty, row_blocks, column_blocks,
-                steps, group, num_columns, BLOCK_N, STAGES, GATED,
+                steps, group, whole, halves, num_columns, BLOCK_N, PIECE, STAGES, GATED,
             )),
         ],
         [4, 1],
         [CONSUMER, PRODUCER],
     )  # fmt: skip
+
+
+def _divide_tiles(tiles: int, programs: int, divides: int) -> tuple[int, int]:
+    """(whole tiles, halves of the others): the tiles of the last round are divided into halves if
+    each program then has at most one, so that the round takes half the time."""
+    last = tiles % programs
+    return (tiles - last, 2 * last) if divides and 2 * last <= programs else (tiles, 0)
 
 
 def multiply(
@@ -237,9 +297,10 @@ def multiply(
         card = card_of(x.device)
         assert card is not None
         programs = card.num_processors
-    _hopper_product_kernel[(min(programs, row_blocks * column_blocks),)](
+    whole, halves = _divide_tiles(row_blocks * column_blocks, programs, choice.halves)
+    _hopper_product_kernel[(min(programs, max(whole, halves)),)](
         TensorDescriptor.from_tensor(x, [ROWS.value, BLOCK_K.value], swizzled),
-        TensorDescriptor.from_tensor(weight, [width, BLOCK_K.value], swizzled),
+        TensorDescriptor.from_tensor(weight, [width // 2, BLOCK_K.value], swizzled),
         out,
         num_rows,
         outputs,
@@ -247,6 +308,8 @@ def multiply(
         column_blocks,
         triton.cdiv(inputs, BLOCK_K.value),
         choice.group,
+        whole,
+        halves,
         BLOCK_N=choice.block_n,
         STAGES=choice.stages,
         LAG=choice.lag,
