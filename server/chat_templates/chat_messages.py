@@ -23,6 +23,13 @@ class UnsupportedContent(ValueError):
         super().__init__(f"The model reads text only, but a message has a part of type {kind!r}.")
 
 
+class UnknownRole(ValueError):
+    """A message has a role that only the templates of some other models know."""
+
+    def __init__(self, role: str) -> None:
+        super().__init__(f"The model knows no messages of role {role!r}.")
+
+
 class TooLargeArguments(ValueError):
     """A tool call has arguments that would take too long to parse."""
 
@@ -40,6 +47,7 @@ class TemplateTraits:
     tests_content_none: bool  # tests whether content is none
     knows_developer: bool  # mentions the role "developer"
     knows_function: bool = False  # compares a role with "function"
+    knows_reminder: bool = False  # mentions the role "latest_reminder", as DeepSeek V4 has it
 
     @property
     def content_format(self) -> str:
@@ -63,6 +71,7 @@ class TemplateTraits:
             tests_content_none="none" in kinds,
             knows_developer="developer" in texts,
             knows_function=_compares_role(tree, "function"),
+            knows_reminder="latest_reminder" in texts,
         )
 
 
@@ -120,7 +129,7 @@ def prepare_messages(
 ) -> list[dict[str, Any]]:
     """Copy messages into the form that the template reads.
 
-    Raises UnsupportedContent or TooLargeArguments."""
+    Raises UnsupportedContent, UnknownRole or TooLargeArguments."""
     return [_prepare(message, traits) for message in _with_tools(messages, traits)]
 
 
@@ -147,6 +156,8 @@ def _call_id(number: int) -> str:
 
 def _prepare(message: Mapping[str, Any], traits: TemplateTraits) -> dict[str, Any]:
     plain: dict[str, Any] = {key: _copy(v) for key, v in message.items() if v is not None}
+    if plain.get("role") == "latest_reminder" and not traits.knows_reminder:
+        raise UnknownRole("latest_reminder")
     plain["content"] = _content(plain.get("content"), traits)
     if plain["content"] is None and not traits.tests_content_none:
         plain["content"] = ""

@@ -22,6 +22,7 @@ from jinja2.utils import Namespace
 from .chat_messages import (
     TemplateTraits,
     TooLargeArguments,
+    UnknownRole,
     UnsupportedContent,
     prepare_messages,
     with_tools_prompt,
@@ -154,7 +155,7 @@ class ChatTemplate:
         template, traits = self._choose(chat_template, tools)
         try:
             chat = prepare_messages(messages, traits)
-        except (UnsupportedContent, TooLargeArguments) as error:
+        except (UnsupportedContent, UnknownRole, TooLargeArguments) as error:
             raise ChatTemplateError(str(error)) from error
         guard = guard or ContentGuard(())
         more = {**(chat_template_kwargs or {})}

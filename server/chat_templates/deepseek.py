@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,9 +19,12 @@ from jinja2 import TemplateError
 from .chat_messages import TemplateTraits
 
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
-USER, ASSISTANT = "<｜User｜>", "<｜Assistant｜>"
+USER, ASSISTANT, REMINDER = "<｜User｜>", "<｜Assistant｜>", "<｜latest_reminder｜>"
 THINK, THINK_END = "<think>", "</think>"
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+_REMINDER = "latest_reminder"
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_ASKING = ("user", "developer")
 _SWITCHES = ("thinking", "enable_thinking")
 _MAX_PROGRAM = 1 << 20  # characters of the folder's program that are searched
 
@@ -62,7 +66,8 @@ class DeepSeekEncoder:
             if values.get(name) not in (None, True, False):
                 raise TemplateError(f"{name} must be true or false")
         thinking = self._thinking(values)
-        messages = _in_order_of_calls(_with_instructions(values["messages"]))
+        reminds = self.traits.knows_reminder
+        messages = _in_order_of_calls(_with_instructions(values["messages"], reminds))
         head = self._head(values)
         if head and messages[0]["role"] in ("system", "developer"):
             messages[0] = {**messages[0], "head": head}
@@ -207,8 +212,12 @@ class DeepSeekV4Encoder(DeepSeekEncoder):
 
     The first V4 models know one level of effort beyond the usual one, later ones two
     (`has_two_levels`): what the first know as "max" is "high" there.
+
+    A message of role "latest_reminder" has news for the model, such as the date. Usually it stands
+    before the user's newest message; behind that one it is the beginning of the answer.
     """
 
+    traits = replace(DeepSeekEncoder.traits, knows_reminder=True)
     block = "tool_calls"
     thinks = True
     tools = (
@@ -259,9 +268,11 @@ class DeepSeekV4Encoder(DeepSeekEncoder):
             elif role == "assistant":
                 yield self._answer(turn, thinking and (keeps or index > last))
             else:
-                yield USER + content + head
-            follows = opens if index == end else turns[index + 1]["role"] == "assistant"
-            if follows and (role in ("user", "developer") or index == end):
+                yield (REMINDER if role == _REMINDER else USER) + content + head
+            follows = (
+                opens if index == end else turns[index + 1]["role"] in ("assistant", _REMINDER)
+            )
+            if follows and (role in _ASKING or (index == end and not _is_answered(turns))):
                 yield ASSISTANT + (THINK if thinking and (keeps or index >= last) else THINK_END)
 
 
@@ -311,7 +322,15 @@ def _parameter(name: str, value: Any) -> str:
     return f'<｜DSML｜parameter name="{name}" string="{string}">{shown}</｜DSML｜parameter>'
 
 
-def _with_instructions(messages: Messages) -> list[Message]:
+def _is_answered(turns: Messages) -> bool:
+    """Whether the chat ends with reminders, in front of which the model's answer has begun."""
+    roles = [turn["role"] for turn in turns]
+    while len(roles) > 1 and roles[-1] == _REMINDER:
+        roles.pop()
+    return len(roles) < len(turns) and roles[-1] in _ASKING
+
+
+def _with_instructions(messages: Messages, reminds: bool) -> list[Message]:
     """The messages, with roles as DeepSeek knows them. Raises TemplateError for other roles.
 
     A developer's message in front of a user's is what OpenAI calls so: instructions, thus a system
@@ -322,9 +341,10 @@ def _with_instructions(messages: Messages) -> list[Message]:
     for given in reversed(messages):
         message = {key: value for key, value in given.items() if key != "head"}  # it is ours
         role = message.get("role")
-        if role not in ("system", "developer", "user", "assistant", "tool"):
+        known = role in _ROLES or (reminds and role == _REMINDER)
+        if not known:
             raise TemplateError(f"the model knows no messages of role {role!r}")
-        if role != "developer" and role != "system":
+        if role not in ("developer", "system", _REMINDER):
             before_user = role == "user"
         is_instruction = role == "developer" and before_user
         found.append({**message, "role": "system"} if is_instruction else message)

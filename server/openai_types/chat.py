@@ -27,7 +27,7 @@ class ToolCall(Body):
 class Message(Body):
     """One message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function", "latest_reminder"]
     content: Content | None = None
     name: str | None = None
     tool_calls: Many[ToolCall] | None = None
