@@ -51,8 +51,7 @@ def choose_coded(weight: TiledWeight, shape: Shape, num_rows: int) -> Codes | No
         return None
     key = format_name(weight), shape, bucket
     if USE_ROLES and bucket >= 32 and is_hopper(weight):
-        rule = _with_roles(shape, bucket, has_groups(weight)) if bucket >= 64 else None
-        choice = _ROLES.get(key, rule)
+        choice = _ROLES.get(key, _with_roles(shape, bucket, has_groups(weight)))
         if choice is not None and fits_roles(weight, shape.role, choice.block_n):
             return choice
     if key in _MEASURED:
@@ -66,8 +65,11 @@ def is_hopper(weight: TiledWeight) -> bool:
     return card is not None and card.capability == (9, 0)
 
 
-def _with_roles(shape: Shape, bucket: int, by_group: bool) -> Codes:
-    """The widest tile of weight rows that still fills an H200, by calculation."""
+def _with_roles(shape: Shape, bucket: int, by_group: bool) -> Codes | None:
+    """The widest tile of weight rows that still fills an H200, by calculation; for 33 rows and more
+    of the layers in `_MEASURED`, heads and others aside."""
+    if bucket < 64 or not (shape.may_split or shape.role == "gate_up"):
+        return None
     height = min(bucket, 128)
     by_group = by_group or shape.role in ("o", "down")  # which the layer before can code
     if shape.role == "gate_up":  # with tiles of a group, the kernel codes its output

@@ -170,6 +170,8 @@ def test_it_is_chosen_on_hopper_where_it_is_turned_on(monkeypatch: pytest.Monkey
     monkeypatch.setattr(coded_choice, "_ROLES", table)
     assert chosen("o", 20) == measured and chosen("o", 40) == before["o", 40]
     assert chosen("down", 20) is None
+    layers["head"] = Shape("head", 4096, 4096)
+    assert not getattr(chosen("head", 128), "roles", 0)
     monkeypatch.setattr(coded_choice, "_ROLES", {})
     for role, rows in before:
         choice = chosen(role, rows)
