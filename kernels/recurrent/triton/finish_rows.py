@@ -31,57 +31,53 @@ def _move_log(
     LOG: tl.constexpr,
     CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,  # at least LOG
     PDL: tl.constexpr,
 ):
     """Move each history on: the inputs before the row's first token, then the row's own.
 
-    Without a log, the inputs before the token after the row.
+    Without a log, the inputs before the token after the row. Nothing that is read here is written
+    by the kernel before, so that all of it is loaded before the wait. Padded rows are masked, not
+    skipped: behind a branch, the compiler would load the row's fields one after another.
     """
     length, border, block, slot, start, lag, count = row_fields(rows, rows_stride, row)
+    token = tl.load(query_start_loc + row).to(tl.int64)
     limit: tl.constexpr = LOG if LOG > 0 else 1
     count = tl.where(count > limit, 0, count)
-    token = tl.load(query_start_loc + row).to(tl.int64)
-    wait_for_inputs(PDL)  # for those that read the log
-    if slot < num_slots - 1:
-        channel = block_of_channels * BLOCK + tl.arange(0, BLOCK)
-        inside = channel < CHANNELS
-        past = history + slot * (3 + LOG) * CHANNELS + channel
-        now = x + token * x_stride + channel
-        saved = snapshot_tails + block * 3 * CHANNELS + channel
-        if LOG > 0:
-            hit = border - length  # logged tokens before the border
-            if (hit > 0) & (hit <= lag) & (block > 0):
-                for j in tl.static_range(3):
-                    known = inside & (border - 3 + j >= 0)
-                    one = tl.load(past + (hit + j) * CHANNELS, mask=known, other=0.0)
-                    tl.store(saved + j * CHANNELS, one, mask=inside)
-            # All are read, by all threads, before the first is written.
-            tail0 = tl.load(past + lag * CHANNELS, mask=inside & (start >= 3), other=0.0)
-            tail1 = tl.load(past + (lag + 1) * CHANNELS, mask=inside & (start >= 2), other=0.0)
-            tail2 = tl.load(past + (lag + 2) * CHANNELS, mask=inside & (start >= 1), other=0.0)
-            tl.debug_barrier()
-            tl.store(past, tail0, mask=inside)
-            tl.store(past + CHANNELS, tail1, mask=inside)
-            tl.store(past + 2 * CHANNELS, tail2, mask=inside)
-            for i in range(count):
-                one = tl.load(now + i * x_stride, mask=inside, other=0.0)
-                tl.store(past + (3 + i) * CHANNELS, one, mask=inside)
-        else:
-            tail0 = tl.load(past + count * CHANNELS, mask=inside & (start + count >= 3), other=0.0)
-            tail1 = tl.load(past + 2 * CHANNELS, mask=inside & (start >= 1), other=0.0)
-            if count == 0:
-                tail2 = tail1
-                tail1 = tl.load(past + CHANNELS, mask=inside & (start >= 2), other=0.0)
-            else:
-                tail2 = tl.load(now, mask=inside, other=0.0)
-            tl.debug_barrier()
-            tl.store(past, tail0, mask=inside)
-            tl.store(past + CHANNELS, tail1, mask=inside)
-            tl.store(past + 2 * CHANNELS, tail2, mask=inside)
-            if (count > 0) & (start + count == border) & (block > 0):
-                tl.store(saved, tail0, mask=inside)
-                tl.store(saved + CHANNELS, tail1, mask=inside)
-                tl.store(saved + 2 * CHANNELS, tail2, mask=inside)
+    is_real = slot < num_slots - 1
+    at, first = tl.arange(0, BLOCK), block_of_channels * BLOCK
+    inside = ((at < CHANNELS - first) & is_real)[None, :]
+    tap = tl.arange(0, 4)[:, None]
+    moved, place = inside & (tap < 3), tap * CHANNELS + at[None, :]
+    past = history + slot * ((3 + LOG) * CHANNELS) + first
+    saved = snapshot_tails + block * (3 * CHANNELS) + first
+    now = x + token * x_stride + first
+    if LOG > 0:
+        tail = tl.load(past + lag * CHANNELS + place, mask=moved & (start + tap >= 3), other=0.0)
+        hit = border - length  # logged tokens before the border
+        saves = moved & (hit > 0) & (hit <= lag) & (block > 0)
+        source = tl.where((hit > 0) & (hit <= lag), hit, 0)
+        kept = saves & (border + tap >= 3)
+        before = tl.load(past + source * CHANNELS + place, mask=kept, other=0.0)
+        t = tl.arange(0, TOKENS)[:, None]
+        logged = inside & (t < count)
+        own = tl.load(now + t * x_stride + at[None, :], mask=logged, other=0.0)
+        wait_for_inputs(PDL)  # for those that read the log
+        tl.debug_barrier()  # all threads have read before the first writes
+        tl.store(saved + place, before, mask=saves)
+        tl.store(past + place, tail, mask=moved)
+        tl.store(past + (3 + t) * CHANNELS + at[None, :], own, mask=logged)
+    else:
+        kept = moved & (tap + count < 3) & (start + count + tap >= 3)
+        tail = tl.load(past + count * CHANNELS + place, mask=kept, other=0.0)
+        is_own = moved & (tap + count == 3)  # the row's token, the last of the three
+        own = tl.load(now + (tap * 0 + at[None, :]), mask=is_own, other=0.0)
+        tail = tl.where(is_own, own, tail)
+        wait_for_inputs(PDL)
+        tl.debug_barrier()
+        tl.store(past + place, tail, mask=moved)
+        saves = moved & (count > 0) & (start + count == border) & (block > 0)
+        tl.store(saved + place, tail, mask=saves)
 
 
 @triton.jit
@@ -142,6 +138,7 @@ def _finish_rows_kernel(
     CHANNELS: tl.constexpr,
     BLOCKS: tl.constexpr,  # of channels
     BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
     HV: tl.constexpr,
     DV: tl.constexpr,
     HEADS: tl.constexpr,
@@ -153,7 +150,7 @@ def _finish_rows_kernel(
     if program < log_programs:
         _move_log(
             x, history, snapshot_tails, rows, query_start_loc, x_stride, rows_stride, num_slots,
-            program // BLOCKS, program % BLOCKS, LOG, CHANNELS, BLOCK, PDL,
+            program // BLOCKS, program % BLOCKS, LOG, CHANNELS, BLOCK, TOKENS, PDL,
         )  # fmt: skip
     else:
         part = program - log_programs
@@ -206,6 +203,7 @@ def finish_rows(
             CHANNELS=shape.channels,
             BLOCKS=blocks,
             BLOCK=_CHANNELS,
+            TOKENS=triton.next_power_of_2(max(1, rows.log)),
             HV=heads,
             DV=shape.value_dim,
             HEADS=per_program,
