@@ -23,6 +23,7 @@ from slipstream.runner.errors import ModelLoadError
 from slipstream.runner.loading.model_check import outline_model, weight_bytes
 from slipstream.runner.loading.safetensors_weights import SafetensorsCheckpoint
 from slipstream.runner.loading.weights import load_weights, resolve_model
+from slipstream.runner.models.formats import expert_stack
 from slipstream.runner.models.formats.expert_stack import ExpertStack
 from slipstream.runner.models.formats.weight_format import resolve_format
 from slipstream.runner.models.registry import build_model
@@ -123,12 +124,16 @@ def test_native_weights_beside_experts(tmp_path: Path) -> None:
     assert_equals_transformers(load(tmp_path, "auto"), oracle)
 
 
+@pytest.mark.parametrize("narrow", [False, True])
 @pytest.mark.usefixtures("triton_interpreter")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, about overflow
-def test_experts_that_stay_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_that_stay_packed(
+    narrow: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The kernel of MXFP4, interpreted, behind the loader; torch computes the rest."""
     from slipstream.kernels.packed.triton import packed_experts as kernels
 
+    monkeypatch.setattr(expert_stack, "NARROW", narrow)
     make_oracle(tmp_path, mxfp4=True)
     rows = [(0, [5, 9, 33]), (1, [71])]
     expected = Sequences(load(tmp_path), 2, 8).step(rows)[0]
@@ -138,6 +143,7 @@ def test_experts_that_stay_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     load_weights(model, resolved)
     stack = model.layers[0].mlp.experts.gate_up
     assert isinstance(stack.packed.weight, TiledWeight)
+    assert (stack.packed.weight.factors is not None) == narrow
     assert sum(tensor.nbytes for tensor in stack.buffers()) == stack.expected_bytes
     monkeypatch.setenv("SLIPSTREAM_TRITON", "0")
     monkeypatch.setattr(packed_experts, "_has_kernels", lambda x, experts: True)
