@@ -53,10 +53,13 @@ def test_the_same_block_after_another_prefix_is_not_found() -> None:
     assert matched(kv, [*TOKENS[:7], 1, *TOKENS[8:12], 5]) == 4
 
 
-def test_another_extra_key_separates_equal_tokens() -> None:
-    kv = make(BlockGroup(20, 4))
-    hold(kv, TOKENS[:12], num_confirmed=12)
-    assert kv.match(BlockHashes(TOKENS[:12], b"tenant"), 12).num_tokens == 0
+@pytest.mark.parametrize("has_draft_kv", [False, True])
+def test_another_extra_key_separates_equal_tokens(has_draft_kv: bool) -> None:
+    """Also where a drafter's KV is all that a block holds, as the blocks of its own group do."""
+    kv = make(BlockGroup(20, 4, needs_next_token=has_draft_kv))
+    hold(kv, TOKENS[:13], num_confirmed=12)
+    assert matched(kv, TOKENS[:13]) == 12
+    assert kv.match(BlockHashes(TOKENS[:13], b"tenant"), 13).num_tokens == 0
 
 
 def test_matched_blocks_are_shared_and_released_one_by_one() -> None:
