@@ -223,19 +223,22 @@ def server() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def hardened() -> Iterator[Any]:
-    """A second server, one per session: it has short timeouts, a small KV cache and a fixed draft
-    length. At the end, SIGTERM must let an open stream finish and leave no process behind."""
+def hardened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A second server, one per session: it has a tiny model, short timeouts, a small KV cache and a
+    fixed draft length. At the end, SIGTERM must let an open stream finish and leave no process
+    behind."""
     from .end_to_end.running_server import RunningServer
-    from .reliability import slow_clients, soak
+    from .reliability import slow_clients, tiny_model
 
     drafts = '{"method":"ngram","num_speculative_tokens":3}'
-    running = RunningServer(*slow_clients.FLAGS, *soak.FLAGS, "-sc", drafts)
+    model = tiny_model.save(tmp_path_factory.mktemp("tiny"))
+    flags = (*tiny_model.FLAGS, *tiny_model.SMALL_CACHE, *slow_clients.FLAGS)
+    running = RunningServer(str(model), *flags, "-sc", drafts)
     try:
         yield running.wait_ready()
         children = running.descendants()
         assert children
-        status = running.drain(signal.SIGTERM)
+        status = running.drain(signal.SIGTERM, max_tokens=200)
         assert status in (0, -signal.SIGTERM, 128 + signal.SIGTERM), "".join(running.log)
         assert not [each for each in children if running.is_alive(each)]
     finally:

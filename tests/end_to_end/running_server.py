@@ -16,6 +16,7 @@ import httpx
 import psutil
 
 START_SECONDS = 120
+WORKER = "slipstream.runner.engine.worker"  # in the command line of a worker
 
 
 def free_port() -> int:
@@ -96,12 +97,12 @@ class RunningServer(Serving):
             self.process.kill()
             raise
 
-    def drain(self, sig: int) -> int:
+    def drain(self, sig: int, max_tokens: int = 40) -> int:
         """Send `sig` while a stream is open, check that the stream completes, and return the exit
         status."""
         body = {
-            "model": "smollm2-135m", "prompt": "Count to ten:", "max_tokens": 40, "stream": True,
-            "ignore_eos": True, "temperature": 0,
+            "model": "smollm2-135m", "prompt": "Count to ten:", "temperature": 0,
+            "max_tokens": max_tokens, "stream": True, "ignore_eos": True,
         }  # fmt: skip
         with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=30) as stream:
             lines = stream.iter_lines()
@@ -113,7 +114,8 @@ class RunningServer(Serving):
     @property
     def worker(self) -> psutil.Process:
         """The worker process."""
-        return max(self.descendants(), key=lambda process: process.memory_info().rss)
+        workers = [each for each in self.descendants() if WORKER in each.cmdline()]
+        return max(workers, key=lambda process: process.memory_info().rss)
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum over all samples of a metric that have these labels; 0.0 without samples."""

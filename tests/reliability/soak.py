@@ -68,10 +68,16 @@ def written_cache(pid: int) -> float:
 
 
 async def load(
-    url: str, seconds: float, seed: int, parallel: int, requests: int | None = None
+    url: str,
+    seconds: float,
+    seed: int,
+    parallel: int,
+    requests: int | None = None,
+    patience: float = 1.0,
 ) -> tuple[Counter[str], list[str]]:
     """Send mixed requests for `seconds`, or `requests` of them if given.
 
+    Clients that drop a request do so after `patience` seconds on average.
     Returns counts by how the requests ended, and the faults.
     """
     counts: Counter[str] = Counter()
@@ -87,7 +93,7 @@ async def load(
             path, body = mixed_request(chance)
             if chance.random() < 0.05:
                 body["priority"] = chance.randint(-2, 2)
-            drop = chance.expovariate(1.0) if chance.random() < ABORTED else None
+            drop = chance.expovariate(1 / patience) if chance.random() < ABORTED else None
             found = await send(http, path, body, drop)
             counts[found.end] += 1
             if found.end not in ("done", "dropped"):
@@ -106,6 +112,7 @@ def run(
     parallel: int,
     pauses: int,
     requests: int | None = None,  # replaces `seconds`
+    patience: float = 1.0,
 ) -> list[str]:
     """Send load with pauses and check the server in each pause; returns the faults."""
     each = None if requests is None else -(-requests // pauses)
@@ -114,7 +121,7 @@ def run(
     faults: list[str] = []
     began = time.monotonic()
     for pause in range(pauses):
-        work = load(server.url, seconds / pauses, seed + pause, parallel, each)
+        work = load(server.url, seconds / pauses, seed + pause, parallel, each, patience)
         counts, found = asyncio.run(work)
         faults += found
         if left := at_rest(server, 3):
