@@ -2,6 +2,7 @@
 
 `PYTHONPATH=.src python tests/lab/mixed_steps.py llama-8b` on a GPU; `shapes.py` writes the folder.
 With `--drafter eagle3-8b --num-drafts 1` every decode verifies drafts; `--help` lists the rest.
+`--wide` and `--halves` turn kernels on or off that are compared in whole steps.
 Prints milliseconds per step by length of the prompt, and for some lengths the time by kernel and
 the share of the step in which the GPU is idle.
 """
@@ -24,6 +25,9 @@ from slipstream.configs.schema import (
     SchedulerConfig,
     SpeculativeConfig,
 )
+from slipstream.kernels.linear import linear_tuned
+from slipstream.kernels.linear.linear_choice import Wide
+from slipstream.kernels.linear.triton import norm_rope
 from slipstream.runner.engine.engine import Engine, build_engine
 from slipstream.runner.messages import AbortRequests, AddRequest, SamplingParams
 
@@ -87,12 +91,22 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--profile", type=numbers, default=[256, 1024], help="of steps with decodes"
     )
+    parser.add_argument(
+        "--wide", type=int, help="the fewest rows of gate_up by `hopper_product`; 0 = by torch"
+    )
+    parser.add_argument(
+        "--halves", type=numbers, help="heads and warps of programs that rotate whole heads"
+    )
     return parser.parse_args()
 
 
 def main() -> None:
     """Measure with random weights of the model's shape."""
     args = parse_args()
+    if args.wide is not None:
+        linear_tuned.WIDE = {"gate_up": (args.wide, Wide())} if args.wide else {}
+    if args.halves is not None:
+        norm_rope.HALVES = (args.halves[0], args.halves[1]) if args.halves else None
     speculative = SpeculativeConfig()
     if args.drafter:
         speculative = SpeculativeConfig(
