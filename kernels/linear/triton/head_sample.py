@@ -193,18 +193,19 @@ def _best_of_block_kernel(
     wait_for_inputs(PDL)
     logits += row * stride
     begin = block * TILES * BLOCK
-    is_drawn = NOISE
+    most, best_at, is_nan = tl.full([], 0.0, tl.float32), begin, tl.full([], 0, tl.int32)
+    top, is_greedy = most, True
     if NOISE:
-        is_drawn = tl.load(greedy + row) == 0
-    if is_drawn:
-        seed, position = tl.load(seeds + row), tl.load(positions + row)
-        key_0, key_1 = row_key(seed, position, tl.full([], salt, tl.int32))
-        heat = tl.load(temperature + row)
-        heat = tl.where(heat > 0.0, heat, 1.0)
-        most, best_at, is_nan, top = best_of_drawn_row(
-            logits, begin, vocab_size, first, key_0, key_1, heat, BLOCK, TILES
-        )
-    else:
+        is_greedy = tl.load(greedy + row) != 0
+        if not is_greedy:
+            seed, position = tl.load(seeds + row), tl.load(positions + row)
+            key_0, key_1 = row_key(seed, position, tl.full([], salt, tl.int32))
+            heat = tl.load(temperature + row)
+            heat = tl.where(heat > 0.0, heat, 1.0)
+            most, best_at, is_nan, top = best_of_drawn_row(
+                logits, begin, vocab_size, first, key_0, key_1, heat, BLOCK, TILES
+            )
+    if is_greedy:
         most, best_at, is_nan = best_of_greedy_row(logits, begin, vocab_size, BLOCK, TILES)
         top = most
     at = row * num_blocks + block
