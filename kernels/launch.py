@@ -66,20 +66,6 @@ def fetch_early(pointers):
     )
 
 
-@triton.jit
-def fetch_bytes(pointers, sizes):
-    """Prefetch into L2 the bytes that start at each pointer, one request each. Pointers and sizes
-    (int32) must be multiples of 16. Only for kernels launched with PDL: it needs a Hopper GPU."""
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r",
-        [pointers, sizes],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
 @cache_by_device
 def _is_hopper(device: torch.device) -> bool:
     """True if the GPU has both features: Hopper introduced them."""

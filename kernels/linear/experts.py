@@ -30,28 +30,6 @@ class Routing:
 
 
 @dataclass(frozen=True)
-class Ahead:
-    """The weights that the experts of a layer read first, for the kernel that chooses the experts
-    to fetch into the L2 cache. The memory is idle while routers' kernels run."""
-
-    weights: Tensor  # [E, ...], contiguous
-    every: int = 0  # bytes from the first expert on, whichever experts are chosen
-    chosen: int = 0  # else bytes of each (row, choice) pair's expert
-
-
-# Bytes that are fetched: where pairs are at least twice the experts, and of fewer pairs together.
-FETCH_EVERY, FETCH_CHOSEN = 0, 0  # 0: nothing, until it has been measured to save time
-
-
-def ahead_of(weights: Tensor, num_pairs: int) -> Ahead | None:
-    """What to fetch of the first product's weights [E, ...] for this number of (row, choice)
-    pairs. Nearly all experts are chosen by twice as many pairs."""
-    if num_pairs >= 2 * len(weights):
-        return Ahead(weights, every=FETCH_EVERY) if FETCH_EVERY else None
-    return Ahead(weights, chosen=FETCH_CHOSEN // max(1, num_pairs)) if FETCH_CHOSEN else None
-
-
-@dataclass(frozen=True)
 class ExpertWeights:
     """The stacked weights of a layer's routed experts, and what they compute.
 

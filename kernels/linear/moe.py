@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..device import use_triton
 from ..operation import operation
-from .experts import Ahead, Experts, ExpertWeights, Routing
+from .experts import Experts, ExpertWeights, Routing
 from .linear import Norm
 from .norm_rope import fused_add_rms_norm_reference, rms_norm_reference
 
@@ -21,7 +21,6 @@ def select_experts_reference(
     routing: Routing,
     bias: Tensor | None = None,
     listed: tuple[Tensor, Tensor] | None = None,
-    ahead: Ahead | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Choose experts from router logits: (weights [T, k] float32, ids [T, k] int32 or int64).
 
@@ -29,7 +28,7 @@ def select_experts_reference(
     experts are chosen, but not their weights. `listed`, if given, are token ids [T] and a table
     [V, k] of the experts that they have whatever the scores. No branch depends on data, so a graph
     may hold this. A renormalised softmax equals a softmax over the chosen logits alone. A GPU
-    chooses the first of equal experts. `ahead` changes no result.
+    chooses the first of equal experts.
     """
     if logits.dim() == 3:  # one after the other: the order of torch's sum depends on T
         logits = functools.reduce(torch.add, logits)

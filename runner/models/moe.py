@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels.cpu.experts import NativeExperts
-from ...kernels.linear.experts import Ahead, ExpertWeights, PackedExperts, Routing, ahead_of
+from ...kernels.linear.experts import ExpertWeights, PackedExperts, Routing
 from ...kernels.linear.linear import linear_parts
 from ...kernels.linear.linear_choice import Skinny
 from ...kernels.linear.moe import (
@@ -153,11 +153,6 @@ class DividedExperts(nn.Module):
             return self.forward(x, weights, ids)
         return parts_in_form(x, self.weights, weights, ids, spare)
 
-    def ahead(self, num_pairs: int) -> Ahead | None:
-        """What the router's kernels fetch for this number of (row, choice) pairs."""
-        own = self.weights if self.is_whole and not self.fixed else None
-        return ahead_of(own.gate_up, num_pairs) if isinstance(own, ExpertWeights) else None
-
     @property
     def is_whole(self) -> bool:
         """Whether all experts are here."""
@@ -279,10 +274,9 @@ class Router(nn.Module):
         own = torch.empty(num_experts, device=fmt.device) if correction else None
         self.register_buffer("e_score_correction_bias", own)
 
-    def forward(self, hidden: Tensor, ahead: Ahead | None = None) -> Chosen:
+    def forward(self, hidden: Tensor) -> Chosen:
         """hidden: [M, H] -> the choice of each row's experts."""
-        bias = self.e_score_correction_bias
-        return select_experts(self.logits(hidden), self.routing, bias, None, ahead)
+        return select_experts(self.logits(hidden), self.routing, self.e_score_correction_bias)
 
     def norms(self, hidden: Tensor) -> bool:
         """True if `after` can norm `hidden` [M, H] or its parts [S, M, H]: few rows on a GPU."""
@@ -290,17 +284,12 @@ class Router(nn.Module):
         return few and hidden.is_contiguous()
 
     def after(
-        self,
-        norm: RMSNorm,
-        hidden: Tensor,
-        residual: Tensor | None,
-        ahead: Ahead | None = None,
+        self, norm: RMSNorm, hidden: Tensor, residual: Tensor | None
     ) -> tuple[Tensor, Tensor, Chosen]:
         """Norm the stream hidden + residual and choose experts: (normed rows, stream, choice)."""
         args = (norm.inside, self.weight, self.bias)
         normed, stream, scores = normed_scores(hidden, residual, *args)
-        bias = self.e_score_correction_bias
-        return normed, stream, select_experts(scores, self.routing, bias, None, ahead)
+        return normed, stream, select_experts(scores, self.routing, self.e_score_correction_bias)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The scores of all experts in fp32: [M, E], or parts [S, M, E]."""
@@ -345,8 +334,6 @@ def _check_groups(routing: Routing, num_experts: int) -> None:
 class RoutedMLP(FeedForward):
     """A feed-forward layer with a router."""
 
-    experts: DividedExperts
-
     @property
     def scorer(self) -> Router:
         """The router."""
@@ -356,12 +343,11 @@ class RoutedMLP(FeedForward):
         self, norm: RMSNorm, hidden: Tensor, residual: Tensor | None, fuses: bool
     ) -> tuple[Tensor, Tensor | None]:
         router = self.scorer
-        ahead = self.experts.ahead(hidden.shape[-2] * router.routing.top_k)
         if fuses and router.norms(hidden):
-            x, stream, chosen = router.after(norm, hidden, residual, ahead)
+            x, stream, chosen = router.after(norm, hidden, residual)
         else:
             x, stream = norm.add(hidden, residual)
-            chosen = router.forward(x, ahead)
+            chosen = router.forward(x)
         return self.routed(x, stream, chosen, fuses)
 
     def routed(

@@ -4,12 +4,11 @@
         [--shape qwen3-30b-a3b] [--rows 8,32,128]
 
 `chain` prints microseconds of a layer (norm, qkv, o, norm, router, choice, list, gate_up, down) as
-the models run it, then the difference that each variant makes: bytes of experts' weights that the
-kernel that chooses the experts fetches into L2 ahead (`every` or `chosen`), columns that the first
-programs of each product prefetch before they wait (`early`), and parts of the down product in the
-model's dtype (`narrow`). `roles` is the warp-specialised kernel with columns of a stage x stages.
-`products` prints microseconds of the routing and of each product alone, by both kernels, and the
-products' share of the peak bandwidth. `tiles` tries tile sizes in the chain.
+the models run it, then the difference that each variant makes: the dtype of the parts of the down
+product, programs that compute several tiles of it, and the warp-specialised kernel (`roles`:
+columns of a stage x stages). `products` prints microseconds of the routing and of each product
+alone, by both kernels, and the products' share of the peak bandwidth. `tiles` tries tile sizes in
+the chain.
 
 Layers have separate weights, so that none is in the cache, and run in one graph with dependent
 launches. All kernels are compiled first, in parallel and without the GPU. A variant whose experts
@@ -24,7 +23,7 @@ import os
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from unittest.mock import patch
 
@@ -34,7 +33,7 @@ from torch import Tensor
 
 from slipstream.kernels.compile_ahead import ForkingExecutor, compiling_only, without_gpu
 from slipstream.kernels.device import Card
-from slipstream.kernels.linear.experts import Ahead, ExpertWeights, Routing
+from slipstream.kernels.linear.experts import ExpertWeights, Routing
 from slipstream.kernels.linear.grouped.triton.hopper_experts import Form
 from slipstream.kernels.linear.linear import linear_parts
 from slipstream.kernels.linear.linear_choice import Shape
@@ -54,7 +53,6 @@ from shapes import SHAPES  # isort: skip
 H200, BF16, EPS = Card("NVIDIA H200", (9, 0), 132), torch.bfloat16, 1e-6
 ROWS, LAYERS, REPEATS = (8, 16, 32, 64, 128, 256), 3, 8
 TOLERANCE = 1e-2
-MB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -62,37 +60,19 @@ class Variant:
     """What differs from the built-in form."""
 
     name: str
-    every: int = 0  # as in `Ahead`
-    chosen: int = 0  # bytes of all pairs together
-    early: moe.Early | None = None
     narrow: int | None = None
     tiles: tuple[moe.Tiles, moe.Tiles] | None = None
+    span: int = 1  # tiles of a program of the second product
     form: Form | None = None  # of the warp-specialised kernel
 
 
 BASE = Variant("built-in")
-FEW = (  # fewer pairs than twice the experts
-    *(Variant(f"chosen {size} MB", chosen=size * MB) for size in (8, 16, 24)),
-    Variant("early down 768", early=moe.Early(264, down=768)),
-    *(Variant(f"roles {k}x{n}", form=Form(k, n)) for k, n in ((128, 6), (128, 4), (64, 12))),
-    Variant("roles, chosen 16 MB", chosen=16 * MB, form=Form()),
-    Variant("both 16 MB", chosen=16 * MB, early=moe.Early(264, down=768)),
-    Variant("narrow", narrow=1),
-)
-MANY = (
-    *(Variant(f"every {size} MB", every=size * MB) for size in (8, 16, 24, 32, 40)),
-    *(Variant(f"early down 768 of {n}", early=moe.Early(n, down=768)) for n in (132, 264)),
-    Variant("early gate 256", early=moe.Early(264, gate_up=256)),
-    Variant("early both", early=moe.Early(264, 256, 768)),
-    Variant("24 MB, early down", every=24 * MB, early=moe.Early(264, down=768)),
-    Variant("24 MB, early both", every=24 * MB, early=moe.Early(264, 256, 768)),
+VARIANTS = (
+    Variant("float32 parts", narrow=1 << 30),
+    Variant("narrow parts", narrow=1),
+    *(Variant(f"down of {n} tiles", span=n) for n in (2, 4, 8)),
     *(Variant(f"roles {k}x{n}", form=Form(k, n)) for k, n in ((128, 6), (128, 4), (64, 12))),
     Variant("roles, fetch 512", form=Form(fetch=512)),
-    Variant("roles, 24 MB", every=24 * MB, form=Form()),
-    Variant("roles, 24 MB, narrow", every=24 * MB, form=Form(), narrow=1),
-    Variant("roles, fetch 512, 24 MB", every=24 * MB, form=Form(fetch=512)),
-    Variant("narrow", narrow=1),
-    Variant("all", every=24 * MB, early=moe.Early(264, down=768), narrow=1),
 )
 
 
@@ -147,30 +127,28 @@ class Bench:
         return linear_parts(x, weight, None, choice)
 
     def route(
-        self, layer: Layer, hidden: Tensor, stream: Tensor, variant: Variant
+        self, layer: Layer, hidden: Tensor, stream: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Norm the stream and choose the experts: (rows, stream, weights, ids)."""
-        rows = stream.shape[0]
-        ahead, gate_up = None, layer.experts.gate_up
-        if variant.every or variant.chosen:
-            each = variant.chosen // (rows * layer.top_k)
-            ahead = Ahead(gate_up, every=variant.every, chosen=each)
-        if rows <= _NORMED_ROWS:
+        if stream.shape[0] <= _NORMED_ROWS:
             norm = (layer.gains[1], EPS)
             x, stream, logits = normed_scores(hidden, stream, norm, layer.gate, None)
         else:
             x, stream = fused_add_rms_norm(hidden, stream, layer.gains[1], EPS)
             logits = router_parts(x, layer.gate, None, False)
-        weights, ids = select_experts(logits, self.routing, None, None, ahead)
+        weights, ids = select_experts(logits, self.routing)
         return x, stream, weights, ids
 
     def experts(
         self, layer: Layer, x: Tensor, weights: Tensor, ids: Tensor, variant: Variant
     ) -> Tensor:
-        return moe.expert_parts(
-            x, layer.experts, weights, ids,
-            early=variant.early, narrow=variant.narrow, tiles=variant.tiles, form=variant.form,
-        )  # fmt: skip
+        tiles = variant.tiles
+        if variant.span > 1:
+            block_m = rows_of_tile(len(x), layer.top_k, layer.count)
+            own = [moe.tiles_of(block_m, gated) for gated in (True, False)]
+            tiles = own[0], replace(own[1], span=variant.span)
+        options = {"narrow": variant.narrow, "tiles": tiles, "form": variant.form}
+        return moe.expert_parts(x, layer.experts, weights, ids, **options)
 
     def chain(self, stream: Tensor, variant: Variant) -> None:
         """All layers once, each with the output of the one before it."""
@@ -180,13 +158,13 @@ class Bench:
             wide = self.parts(x, layer.qkv, "qkv")
             wide = wide if wide.dim() == 2 else wide[0].to(BF16)
             hidden = self.parts(wide[:, : layer.width].contiguous(), layer.o, "o")
-            x, stream, weights, ids = self.route(layer, hidden, stream, variant)
+            x, stream, weights, ids = self.route(layer, hidden, stream)
             hidden = self.experts(layer, x, weights, ids, variant)
 
     def layer_time(self, stream: Tensor, variant: Variant) -> float | None:
         """Microseconds of a layer of the chain; None if the experts are wrong."""
         layer = self.layers[0]
-        x, _, weights, ids = self.route(layer, stream, stream, variant)
+        x, _, weights, ids = self.route(layer, stream, stream)
         got = self.experts(layer, x, weights, ids, variant)
         if not self.is_dry:
             exact = run_experts_reference(x, layer.experts, weights, ids.long()).float()
@@ -198,7 +176,7 @@ class Bench:
         """Experts of a layer that rows touch, on average."""
         if self.is_dry:
             return 1.0
-        found = [self.route(layer, stream, stream, BASE)[3] for layer in self.layers]
+        found = [self.route(layer, stream, stream)[3] for layer in self.layers]
         return sum(ids.unique().numel() for ids in found) / len(found)
 
     def rows(self, count: int) -> Tensor:
@@ -208,9 +186,7 @@ class Bench:
 
 def chain(bench: Bench, rows: Sequence[int]) -> None:
     for count in rows:
-        stream = bench.rows(count)
-        many = count * bench.layers[0].top_k >= 2 * bench.layers[0].count
-        compare(bench, stream, MANY if many else FEW, shown=len(MANY))
+        compare(bench, bench.rows(count), VARIANTS, shown=len(VARIANTS))
 
 
 def tiles(bench: Bench, rows: Sequence[int]) -> None:
@@ -255,13 +231,13 @@ def products(bench: Bench, rows: Sequence[int]) -> None:
         )
     for count in rows:
         stream = bench.rows(count)
-        route = [partial(bench.route, each, stream, stream, BASE) for each in bench.layers]
+        route = [partial(bench.route, each, stream, stream) for each in bench.layers]
         routing = bench.time(route * REPEATS)
         touched, times = bench.touched(stream), []
         for form, gated in itertools.product((None, Form()), (True, False)):
             calls = []
             for each in bench.layers:
-                x, _, weights, ids = bench.route(each, stream, stream, BASE)
+                x, _, weights, ids = bench.route(each, stream, stream)
                 work = moe.work_for(weights, ids, layer.count, 128)
                 calls.append(partial(one_product, gated, form, work, x, each, weights, ids))
             times.append(bench.time(calls * REPEATS))

@@ -22,22 +22,13 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...device import card_of
-from ...launch import fetch_bytes, fits_tma, has_tma, hash_functions, pdl_options, wait_for_inputs
+from ...launch import fits_tma, has_tma, hash_functions, pdl_options, wait_for_inputs
 from ..experts import ExpertWeights
-from .expert_rows import Work, both_products, rows_of, store_products, whole, work_for, work_of
+from .expert_rows import FEW, Work, both_products, rows_of, store_products, whole, work_for, work_of
 from .one_row_experts import activation_options, run_one_row
 
 if TYPE_CHECKING:
     from ..grouped.triton.hopper_experts import Form
-
-
-@dataclass(frozen=True)
-class Early:
-    """What the first programs of a product prefetch into L2 while the kernel before it ends."""
-
-    programs: int  # of each product, about as many as the GPU runs at a time
-    gate_up: int = 0  # columns of the first product's tiles; 0: none
-    down: int = 0
 
 
 @dataclass(frozen=True)
@@ -48,42 +39,12 @@ class Tiles:
     block_k: int
     stages: int
     num_warps: int
-
-
-@triton.jit
-def _fetch_tile(
-    weight, experts, counts, num_experts, N, K, FIRST: tl.constexpr, COLUMNS: tl.constexpr,
-    GATED: tl.constexpr, BLOCK_N: tl.constexpr, THREADS: tl.constexpr,
-):  # fmt: skip
-    """Prefetch the first COLUMNS of a tile's weights, in the first FIRST programs of a product.
-
-    The rows of experts are being listed while the first product starts, so it takes candidate i for
-    expert i; the second product starts when they are listed. A wrong expert costs time only.
-    """
-    candidate = tl.program_id(1)
-    if candidate * tl.num_programs(0) + tl.program_id(0) < FIRST:
-        expert, count = candidate, 1
-        HALVES: tl.constexpr = 2 if GATED else 1
-        if not GATED:
-            expert = tl.load(experts + candidate)
-            count = tl.load(counts + candidate)
-        if (count > 0) & (expert >= 0) & (expert < num_experts):
-            PIECES: tl.constexpr = THREADS // BLOCK_N if THREADS > BLOCK_N else 1
-            n = tl.minimum(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
-            rows = weight + (expert * (HALVES * N) + n).to(tl.int64)[:, None] * K
-            SIZE: tl.constexpr = COLUMNS // PIECES
-            at = rows + tl.arange(0, PIECES)[None, :] * SIZE
-            size: tl.constexpr = SIZE * weight.dtype.element_ty.primitive_bitwidth // 8
-            sizes = tl.full([BLOCK_N, PIECES], size, tl.int32)
-            fetch_bytes(at, sizes)
-            if GATED:
-                fetch_bytes(at + N * K, sizes)
+    span: int = 1  # tiles of a program of the second product, whose loads do not stop between them
 
 
 @triton.jit(do_not_specialize=["most"])
 def _tile_kernel(
     source,  # descriptor of, or pointer to, the weights [E * N, K]; gated: [E * 2 N, K]
-    weight,  # pointer to the weights
     x,  # gated: [T, K]; else [T * k, K] by pair
     bias,  # [E, N] or [E, 2 N]
     experts,  # [C] int32
@@ -92,7 +53,6 @@ def _tile_kernel(
     pair_weights,  # [T * k] float32
     out,  # gated: [T * k, N] by pair; else [k, T, N]
     most,  # T
-    num_experts,  # E
     N,
     K,
     TOP_K: tl.constexpr,
@@ -107,16 +67,10 @@ def _tile_kernel(
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
-    FIRST: tl.constexpr,  # programs that prefetch, see `_fetch_tile`
-    COLUMNS: tl.constexpr,
-    THREADS: tl.constexpr,
+    SPAN: tl.constexpr,  # tiles of a program; gated: 1
     PDL: tl.constexpr,
 ):
-    """Program (tile of N, candidate, split): the tile's weights times its share of the rows."""
-    if COLUMNS > 0:
-        _fetch_tile(
-            weight, experts, counts, num_experts, N, K, FIRST, COLUMNS, GATED, BLOCK_N, THREADS
-        )  # fmt: skip
+    """Program (tiles of N, candidate, split): the tiles' weights times its share of the rows."""
     wait_for_inputs(PDL)
     candidate = tl.program_id(1)
     expert, count = work_of(experts, counts, candidate, False)
@@ -124,7 +78,7 @@ def _tile_kernel(
     if begin >= count:
         return
     HALVES: tl.constexpr = 2 if GATED else 1
-    n_start = tl.program_id(0) * BLOCK_N
+    n_start = tl.program_id(0) * (SPAN * BLOCK_N)
     n = n_start + tl.arange(0, BLOCK_N)
     first_row = expert * (HALVES * N) + n_start
     inside_n = n < N
@@ -135,32 +89,59 @@ def _tile_kernel(
         )
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         acc_up = acc
-        for start in range(0, K, BLOCK_K):
-            in_k = start + k < K
-            if TMA:
-                w = source.load([first_row, start])
-            else:
-                at = (first_row + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None] * K + start + k
-                w = tl.load(source + at, mask=inside_n[:, None] & in_k[None, :], other=0.0)
-            own = tl.load(
-                rows[:, None] + start + k[None, :], mask=valid[:, None] & in_k[None, :], other=0.0
-            )
-            acc = tl.dot(w, own.T, acc, input_precision=PRECISION)
-            if GATED:
+        if SPAN > 1:
+            steps = tl.cdiv(K, BLOCK_K)
+            for step in range(0, tl.minimum(SPAN, tl.cdiv(N - n_start, BLOCK_N)) * steps):
+                offset = step // steps * BLOCK_N
+                start = step % steps * BLOCK_K
+                in_k = start + k < K
+                inside = n + offset < N
                 if TMA:
-                    up = source.load([first_row + N, start])
+                    w = source.load([first_row + offset, start])
                 else:
-                    at = (first_row + N + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None] * K
-                    at += start + k
-                    up = tl.load(source + at, mask=inside_n[:, None] & in_k[None, :], other=0.0)
-                acc_up = tl.dot(up, own.T, acc_up, input_precision=PRECISION)
-        store_products(
-            acc, acc_up, bias, pair_weights, out, expert, pair, valid, n, inside_n, most, N,
-            TOP_K, GATED, BIAS, ACTIVATION, ALPHA, LIMIT,
-        )  # fmt: skip
+                    row = first_row + offset + tl.arange(0, BLOCK_N)
+                    at = row.to(tl.int64)[:, None] * K + start + k[None, :]
+                    w = tl.load(source + at, mask=inside[:, None] & in_k[None, :], other=0.0)
+                own = tl.load(
+                    rows[:, None] + start + k[None, :],
+                    mask=valid[:, None] & in_k[None, :],
+                    other=0.0,
+                )
+                acc = tl.dot(w, own.T, acc, input_precision=PRECISION)
+                if step % steps == steps - 1:
+                    store_products(
+                        acc, acc, bias, pair_weights, out, expert, pair, valid, n + offset, inside,
+                        most, N, TOP_K, False, BIAS, ACTIVATION, ALPHA, LIMIT,
+                    )  # fmt: skip
+                    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        else:
+            for start in range(0, K, BLOCK_K):
+                in_k = start + k < K
+                if TMA:
+                    w = source.load([first_row, start])
+                else:
+                    at = (first_row + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None] * K + start + k
+                    w = tl.load(source + at, mask=inside_n[:, None] & in_k[None, :], other=0.0)
+                own = tl.load(
+                    rows[:, None] + start + k[None, :],
+                    mask=valid[:, None] & in_k[None, :],
+                    other=0.0,
+                )
+                acc = tl.dot(w, own.T, acc, input_precision=PRECISION)
+                if GATED:
+                    if TMA:
+                        up = source.load([first_row + N, start])
+                    else:
+                        at = (first_row + N + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None] * K
+                        at += start + k
+                        up = tl.load(source + at, mask=inside_n[:, None] & in_k[None, :], other=0.0)
+                    acc_up = tl.dot(up, own.T, acc_up, input_precision=PRECISION)
+            store_products(
+                acc, acc_up, bias, pair_weights, out, expert, pair, valid, n, inside_n, most, N,
+                TOP_K, GATED, BIAS, ACTIVATION, ALPHA, LIMIT,
+            )  # fmt: skip
 
 
-EARLY = Early(264)  # as much as has been measured to save time
 HOPPER_ROWS = (0, -1)  # the fewest and the most rows of `hopper_experts`; none until measured
 
 
@@ -181,7 +162,7 @@ def run_experts(
     """See `kernels.linear.moe.run_experts`."""
     if x.shape[0] == 0:
         return torch.zeros_like(x)
-    return whole(expert_parts(x, experts, weights, ids, absent=absent), x)
+    return whole(expert_parts(x, experts, weights, ids, absent=absent, narrow=FEW + 1), x)
 
 
 def add_experts(
@@ -216,7 +197,6 @@ def expert_parts(
     tma: bool | None = None,
     absent: bool = False,
     fixed: bool = False,
-    early: Early | None = None,
     narrow: int | None = None,
     form: Form | None = None,
 ) -> Tensor:
@@ -224,7 +204,7 @@ def expert_parts(
 
     `tiles` (for both products) and `tma` (whether descriptors load the weights) override what is
     chosen by shape. `fixed`: one row, a few and many have the same arithmetic; returns
-    [k, T, H] in the dtype of x. `early` overrides what programs prefetch, and `narrow` the number
+    [k, T, H] in the dtype of x. `narrow` overrides the number
     of rows from which on parts have the dtype of x. With `form`, or for the numbers of rows in
     `HOPPER_ROWS`, the warp-specialised kernel multiplies if it fits.
     """
@@ -233,7 +213,6 @@ def expert_parts(
         return run_one_row(x.contiguous(), experts, weights.contiguous(), ids.contiguous())
     work = work_for(weights, ids, len(experts.down), 128)
     width = x.element_size()
-    ahead = early or EARLY
     first, second = tiles or tuple(tiles_of(work.block_m, g, width) for g in (True, False))
 
     wanted = form is not None or (HOPPER_ROWS[0] <= work.num_rows <= HOPPER_ROWS[1] and not fixed)
@@ -249,11 +228,9 @@ def expert_parts(
         outputs = own.shape[1] // (2 if gated else 1)
         by_descriptor = has_tma(x) and fits_tma(flat) if tma is None else tma
         block = [size.block_n, size.block_k]
-        options = pdl_options(x)
-        columns = _early_columns(ahead, work, gated, flat, size) if options["PDL"] else 0
-        _tile_kernel[work.grid(outputs, size.block_n)](
+        span = 1 if gated else size.span
+        _tile_kernel[work.grid(outputs, span * size.block_n)](
             TensorDescriptor.from_tensor(flat, block) if by_descriptor else flat,
-            flat,
             source,
             x if bias is None else bias,
             work.experts,
@@ -262,7 +239,6 @@ def expert_parts(
             work.weights,
             out,
             work.num_rows,
-            len(own),
             outputs,
             flat.shape[1],
             TOP_K=work.top_k,
@@ -275,13 +251,11 @@ def expert_parts(
             BLOCK_K=size.block_k,
             PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
             TMA=by_descriptor,
-            FIRST=ahead.programs if columns else 0,
-            COLUMNS=columns,
-            THREADS=32 * size.num_warps,
+            SPAN=span,
             num_warps=size.num_warps,
             num_stages=size.stages,
             enable_fp_fusion=not fixed,  # or tiles might fuse differently
-            **options,
+            **pdl_options(x),
         )
 
     return both_products(x, experts.down.shape[2], work, multiply, spare, absent, fixed, narrow)
@@ -298,15 +272,6 @@ def _specialised(
         return None
     programs = card.num_processors
     return partial(hopper_experts.multiply_experts, form=form, programs=programs)
-
-
-def _early_columns(early: Early, work: Work, gated: bool, weight: Tensor, size: Tiles) -> int:
-    """The columns of a tile that the first programs of a product prefetch: those asked for if each
-    thread then has a multiple of 16 bytes, and candidate i is expert i in the first product."""
-    columns = min(early.gate_up if gated else early.down, weight.shape[1])
-    unit = max(1, 32 * size.num_warps // size.block_n) * 16 // weight.element_size()
-    aligned = columns % unit == 0 and fits_tma(weight)
-    return columns if aligned and not (gated and work.by_pair) else 0
 
 
 hash_functions(globals())

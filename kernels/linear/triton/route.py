@@ -10,10 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...launch import fetch_bytes, hash_functions, pdl_options, wait_for_inputs
-from ..experts import Ahead, Routing
+from ...launch import hash_functions, pdl_options, wait_for_inputs
+from ..experts import Routing
 
-_FETCHERS = 128  # programs that fetch weights beside those that choose
 _SCORINGS = ("softmax", "sigmoid", "sqrtsoftplus")
 _LEAST = tl.constexpr(-3e38)  # below any score
 _BARRED = tl.constexpr(-3.2e38)  # of an expert in a group that is not chosen
@@ -57,28 +56,7 @@ def _without_groups(
     return tl.where(tl.reshape(chosen, [BLOCK_G * BLOCK_S]), choice, _BARRED)
 
 
-@triton.jit
-def _fetch_every(ahead, program, SIZE: tl.constexpr, LANES: tl.constexpr):
-    """Fetch this program's share of the first weights: each of its threads SIZE bytes."""
-    at = (program.to(tl.int64) * LANES + tl.arange(0, LANES)) * SIZE
-    start = ahead.to(tl.pointer_type(tl.int8), bitcast=True)
-    fetch_bytes(start + at, tl.full([LANES], SIZE, tl.int32))
-
-
-@triton.jit
-def _fetch_chosen(ahead, chosen, expert_bytes, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr,
-                  SIZE: tl.constexpr):  # fmt: skip
-    """Fetch the first 4 * SIZE bytes of each chosen expert [BLOCK_K]."""
-    place = tl.arange(0, BLOCK_K)
-    own = tl.where(place < TOP_K, chosen, tl.min(tl.where(place < TOP_K, chosen, 1 << 30), 0))
-    at = tl.maximum(own, 0).to(tl.int64)[:, None] * expert_bytes + tl.arange(0, 4)[None, :] * SIZE
-    start = ahead.to(tl.pointer_type(tl.int8), bitcast=True)
-    fetch_bytes(start + at, tl.full([BLOCK_K, 4], SIZE, tl.int32))
-
-
-@triton.jit(
-    do_not_specialize=["num_tokens", "expert_bytes"], do_not_specialize_on_alignment=["token_ids"]
-)
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["token_ids"])
 def _select_kernel(
     logits,  # [T, E], or [PARTS, T, E] float32
     bias,  # [E]
@@ -86,9 +64,7 @@ def _select_kernel(
     table,  # [V, TOP_K], the experts of each token id
     weights,  # [T, TOP_K] float32
     ids,  # [T, TOP_K] int32
-    ahead,  # weights [E, ...], see `Ahead`
     num_tokens,
-    expert_bytes,  # of each expert in `ahead`
     scale,
     E: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -103,19 +79,10 @@ def _select_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,  # >= E / GROUPS
     BLOCK_K: tl.constexpr,
-    EVERY: tl.constexpr,  # bytes that each thread of the programs after the tokens' fetches, or 0
-    LANES: tl.constexpr,  # threads of a program
-    CHOSEN: tl.constexpr,  # a fourth of the bytes that are fetched of each chosen expert, or 0
     PDL: tl.constexpr,
 ):
     """One program a token. Of equal experts or groups, the first is chosen."""
-    if EVERY > 0:
-        if tl.program_id(0) >= num_tokens:
-            _fetch_every(ahead, tl.program_id(0) - num_tokens, EVERY, LANES)
     wait_for_inputs(PDL)
-    if EVERY > 0:
-        if tl.program_id(0) >= num_tokens:
-            return
     token = tl.program_id(0).to(tl.int64)
     SIZE: tl.constexpr = E // GROUPS
     lane = tl.arange(0, BLOCK_G * BLOCK_S)
@@ -164,8 +131,6 @@ def _select_kernel(
     if RENORMALISE:
         weight /= tl.sum(weight, 0) + 1e-20
     target = token * TOP_K + place
-    if CHOSEN > 0:
-        _fetch_chosen(ahead, chosen, expert_bytes, TOP_K, BLOCK_K, CHOSEN)
     tl.store(ids + target, chosen, mask=place < TOP_K)
     tl.store(weights + target, weight * scale, mask=place < TOP_K)
 
@@ -175,7 +140,6 @@ def select_experts(
     routing: Routing,
     bias: Tensor | None = None,
     listed: tuple[Tensor, Tensor] | None = None,
-    ahead: Ahead | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `kernels.linear.moe.select_experts`. ids are int32."""
     assert logits.is_contiguous()
@@ -190,21 +154,14 @@ def select_experts(
         return weights, ids
     token_ids, table = (ids, ids) if listed is None else listed
     assert table.is_contiguous() and token_ids.stride(-1) == 1
-    options = pdl_options(logits)
-    num_warps = 1 if num_experts <= 256 else 4
-    fetched, expert_bytes, every, chosen = ids, 0, 0, 0
-    if ahead is not None and options["PDL"]:
-        fetched, expert_bytes, every, chosen = _fetches(ahead, _FETCHERS * 32 * num_warps)
-    _select_kernel[(num_tokens + (_FETCHERS if every else 0),)](
+    _select_kernel[(num_tokens,)](
         logits,
         logits if bias is None else bias,
         token_ids,
         table,
         weights,
         ids,
-        fetched,
         num_tokens,
-        expert_bytes,
         routing.scale,
         E=num_experts,
         TOP_K=routing.top_k,
@@ -219,26 +176,10 @@ def select_experts(
         BLOCK_G=triton.next_power_of_2(groups),
         BLOCK_S=triton.next_power_of_2(num_experts // groups),
         BLOCK_K=triton.next_power_of_2(routing.top_k),
-        EVERY=every,
-        LANES=32 * num_warps,
-        CHOSEN=chosen,
-        num_warps=num_warps,
-        **options,
+        num_warps=1 if num_experts <= 256 else 4,
+        **pdl_options(logits),
     )
     return weights, ids
-
-
-def _fetches(ahead: Ahead, threads: int) -> tuple[Tensor, int, int, int]:
-    """The arguments of `_select_kernel` for weights that so many threads, or the chosen experts'
-    programs, fetch: (weights, bytes of an expert, EVERY, CHOSEN)."""
-    weights = ahead.weights
-    assert weights.is_contiguous()
-    expert_bytes = weights[0].numel() * weights.element_size()
-    if weights.data_ptr() % 16 or expert_bytes % 16:
-        return weights, 0, 0, 0
-    every = min(ahead.every, weights.numel() * weights.element_size()) // threads
-    chosen = 0 if every else min(ahead.chosen, expert_bytes) // 4
-    return weights, expert_bytes, every // 16 * 16, chosen // 16 * 16
 
 
 @triton.jit(do_not_specialize=["num_pairs", "rows", "first", "count"])

@@ -81,6 +81,39 @@ def test_parts_of_few_rows_add_up_and_leave_room(tma: bool) -> None:
     torch.testing.assert_close(parts[:3].sum(0), expected, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("tma", [False, True])
+@pytest.mark.parametrize(("rows", "span"), [(5, 2), (5, 4), (40, 3)])
+def test_programs_compute_several_tiles(rows: int, span: int, tma: bool) -> None:
+    """The last program of an expert has fewer tiles, of which the last is not whole."""
+    from slipstream.kernels.linear.triton.moe import Tiles, expert_parts
+
+    x = torch.randn(rows, 104)
+    experts = random_experts(4, 104, 48, "clamped_swiglu", torch.float32)
+    weights, ids = random_choice(rows, 4, 2)
+    tiles = (Tiles(16, 32, 2, 4), Tiles(16, 32, 2, 4, span))
+    parts = expert_parts(x, experts, weights, ids, 0, tiles, tma, narrow=99)
+    expected = moe.run_experts_reference(x, experts, weights, ids.long())
+    torch.testing.assert_close(parts.sum(0), expected, rtol=2e-5, atol=2e-5)
+
+
+def test_parts_of_many_rows_have_the_dtype_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    from slipstream.kernels.linear.triton import expert_rows
+    from slipstream.kernels.linear.triton.moe import expert_parts
+    from slipstream.kernels.linear.triton.norm_rope import fused_add_rms_norm
+
+    x, experts = torch.randn(4, 64).half(), random_experts(5, 64, 32, "silu", torch.float16)
+    weights, ids = random_choice(4, 5, 2)
+    expected = moe.run_experts_reference(x, experts, weights, ids.long())
+    monkeypatch.setattr(expert_rows, "NARROW", 4)
+    parts = expert_parts(x, experts, weights, ids)
+    assert parts.dtype is torch.float16 and parts.shape == (2, 4, 64)
+    assert expert_parts(x[:3], experts, weights[:3], ids[:3]).dtype is torch.float32
+    assert expert_parts(x, experts, weights, ids, spare=1).dtype is torch.float32
+    residual = torch.randn(4, 64).half()
+    got = fused_add_rms_norm(parts, residual, torch.ones(64).half(), 1e-6)[1]
+    torch.testing.assert_close(got, residual + expected, rtol=4e-3, atol=4e-3)
+
+
 def test_many_rows_of_one_expert_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in prefill: tiles of 128 rows, several programs for an expert, and parts summed."""
     from slipstream.kernels.linear.triton import expert_rows
