@@ -38,13 +38,14 @@ from slipstream.kernels.device import Card
 from slipstream.kernels.linear.experts import PackedExperts, Routing
 from slipstream.kernels.linear.linear_choice import Shape
 from slipstream.kernels.linear.moe import run_experts_reference, select_experts
+from slipstream.kernels.linear.triton.expert_rows import empty_parts
 from slipstream.kernels.packed.grouped.triton.hopper_experts import (
     Form,
-    arrange,
     expert_parts,
     forms_of,
     multiply_sorted,
 )
+from slipstream.kernels.packed.grouped.triton.sort_rows import arrange
 from slipstream.kernels.packed.triton import packed_experts
 from slipstream.kernels.quant.packed import PackedWeight
 from slipstream.kernels.quant.tiled import TiledWeight, tile
@@ -109,7 +110,7 @@ def only(gated: bool | None) -> Iterator[None]:
         x: Tensor, inner_size: int, work: Any, multiply: Any, spare: int = 0, absent: bool = False
     ) -> Tensor:
         inner = x.new_empty(work.num_rows * work.top_k, inner_size).fill_(0.5)
-        parts = torch.empty(work.top_k, *x.shape, dtype=torch.float32, device=x.device)
+        parts = empty_parts(x, work.top_k, 0)
         multiply(gated, x if gated else inner, inner if gated else parts)
         return parts
 
@@ -136,11 +137,11 @@ def call_of(
         return old
     if gated is None:
         return partial(expert_parts, x, experts, weights, ids, forms=(form, form))
-    plan, pairs, rows = arrange(x, ids, EXPERTS, form.block_m)
+    plan, pairs, rows = arrange(x, weights, ids, EXPERTS, form.block_m)
     if gated:
         out = torch.empty_like(rows)
     else:
-        rows, out = torch.ones_like(rows), x.new_empty(TOP_K, *x.shape, dtype=torch.float32)
+        rows, out = torch.ones_like(rows), empty_parts(x, TOP_K, 0)
     work = plan, pairs, weights
     return partial(multiply_sorted, rows, experts, work, out, gated, form)
 
@@ -181,7 +182,8 @@ def error_of(
 ) -> float:  # fmt: skip
     got = call_of(name, form, layer, x, chosen, None)()
     assert isinstance(got, Tensor)
-    return float((got.sum(0) - expected).norm() / expected.norm())
+    got = got if got.dim() == 2 else got.sum(0, dtype=torch.float32)
+    return float((got - expected).norm() / expected.norm())
 
 
 def measure(args: argparse.Namespace, beat: Callable[[], None]) -> None:

@@ -315,7 +315,8 @@ def _store_parts(
     share = gl.load(pair_weights + pair, mask=token < rows, other=0.0)
     target = gl.cast(pair % TOP_K * num_rows + pair // TOP_K, gl.int64)
     there = (token < rows)[None, :] & (n < N)[:, None]
-    gl.store(out + target[None, :] * N + n[:, None], sums * share[None, :], mask=there)
+    sums = (sums * share[None, :]).to(out.dtype.element_ty)
+    gl.store(out + target[None, :] * N + n[:, None], sums, mask=there)
 
 
 @gluon.jit

@@ -15,11 +15,9 @@ issues twice as many as this kernel, and its programs start with empty pipelines
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -27,13 +25,15 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ....device import card_of
-from ....launch import hash_functions, pdl_options, wait_for_inputs
+from ....launch import hash_functions, pdl_options
 from ....linear.experts import PackedExperts
-from ....linear.triton.expert_rows import FEW, empty_parts
+from ....linear.triton.expert_rows import FEW, empty_parts, whole
 from ....quant.tiled import TiledWeight
 from .hopper_expert_roles import COLUMNS, ROWS, SWIZZLED, bring_rows, bring_words, multiply
+from .sort_rows import arrange
 
 _FLAT = gl.constexpr(gl.NVMMASharedLayout(0, 32, 2))
+_MOST_ROWS = 16384  # of a step
 _ACTIVATIONS = ("silu", "clamped_swiglu")
 
 
@@ -47,62 +47,6 @@ class Form:
     x_stages: int = 3
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
-def _arrange_kernel(
-    ids,  # [T * k] int32 or int64; below 0: of no expert here
-    x,  # [T, K]
-    plan,  # [3, E] int32, see `hopper_expert_roles`
-    pairs,  # [T * k] int32, the pairs sorted by expert
-    out,  # [T * k, WIDTH], their rows of x
-    num_pairs,
-    num_experts,
-    K,
-    TOP_K: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,  # at least T * k
-    BLOCK_E: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Program p finds the place of pair p, and copies its row; the program after the last one
-    writes the plan.
-
-    Of 256 columns, the first in a row are those that one instruction of the tensor cores takes from
-    the four threads that share a weight row, and so on: see `_operand`.
-    """
-    wait_for_inputs(PDL)
-    own = tl.program_id(0)
-    pair = tl.arange(0, BLOCK)
-    chosen = tl.load(ids + pair, mask=pair < num_pairs, other=-1).to(tl.int32)
-    if own < num_pairs:
-        expert = tl.load(ids + own).to(tl.int32)
-        before = (chosen >= 0) & ((chosen < expert) | ((chosen == expert) & (pair < own)))
-        place = tl.sum(before.to(tl.int32), 0)
-        if expert >= 0:
-            tl.store(pairs + place, own)
-            for start in range(0, WIDTH, BLOCK_K):
-                at = start + tl.arange(0, BLOCK_K)
-                column = at // 256 * 256 + at % 8 // 2 * 64 + at % 256 // 16 * 4
-                column += at % 16 // 8 * 2 + at % 2
-                values = tl.load(
-                    x + (own // TOP_K).to(tl.int64) * K + column, mask=column < K, other=0.0
-                )
-                tl.store(out + place.to(tl.int64) * WIDTH + at, values, mask=at < WIDTH)
-    else:
-        each = tl.arange(0, BLOCK_E)
-        counts = tl.zeros([BLOCK_E], tl.int32)
-        for start in range(0, num_pairs, 64):
-            some = start + tl.arange(0, 64)
-            of = tl.load(ids + some, mask=some < num_pairs, other=-1).to(tl.int32)
-            counts += tl.sum((of[:, None] == each[None, :]).to(tl.int32), 0)
-        is_in = each < num_experts
-        tl.store(plan + each, tl.cumsum(counts, 0) - counts, mask=is_in)
-        tl.store(plan + num_experts + each, counts, mask=is_in)
-        blocks = (counts + BLOCK_M - 1) // BLOCK_M
-        tl.store(plan + 2 * num_experts + each, tl.cumsum(blocks, 0), mask=is_in)
-
-
 @gluon.jit(do_not_specialize=["num_rows"])
 def _hopper_experts_kernel(
     words,  # [E * N, W] or [E * 2 N, W] int16, copied by [64, 64]
@@ -112,7 +56,7 @@ def _hopper_experts_kernel(
     bias,  # [E, N] or [E, 2 N]
     pairs,  # [T * k] int32
     pair_weights,  # [T * k] float32
-    out,  # gated: [T * k, WIDTH] by place; else [k, T, N] float32
+    out,  # gated: [T * k, WIDTH] by place; else [k, T, N]
     num_experts,
     N,
     num_rows,  # T
@@ -213,11 +157,11 @@ def _hopper_experts_kernel(
 
 
 def fits(x: Tensor, experts: PackedExperts) -> bool:
-    """Whether the kernels can run: for up to FEW rows of bfloat16, and matrices with `factors`."""
+    """Whether the kernels can run: for rows of bfloat16 and matrices with `factors`."""
     both, count = (experts.gate_up, experts.down), experts.num_experts
     return (
         x.dtype == torch.bfloat16
-        and x.shape[0] <= FEW
+        and x.shape[0] <= _MOST_ROWS
         and count <= 128
         and experts.activation in _ACTIVATIONS
         and all(isinstance(own, TiledWeight) and own.factors is not None for own in both)
@@ -242,14 +186,15 @@ def expert_parts(
     num_rows, top_k = ids.shape
     forms = forms or forms_of(num_rows, top_k, experts.num_experts)
     assert forms[0].block_m == forms[1].block_m
-    sorted_rows = arrange(x.contiguous(), ids.contiguous(), experts.num_experts, forms[0].block_m)
-    work = sorted_rows.plan, sorted_rows.pairs, weights.contiguous()
+    x, weights, ids = x.contiguous(), weights.contiguous(), ids.contiguous()
+    sorted_rows = arrange(x, weights, ids, experts.num_experts, forms[0].block_m)
+    work = sorted_rows.plan, sorted_rows.pairs, weights
     inner_size = triton.cdiv(experts.down.shape[1], COLUMNS.value) * COLUMNS.value
     inner = x.new_empty(ids.numel(), inner_size)
     parts = empty_parts(x, ids.shape[1], spare, absent)
     multiply_sorted(sorted_rows.rows, experts, work, inner, True, forms[0])
     multiply_sorted(inner, experts, work, parts, False, forms[1])
-    return parts
+    return parts if len(x) <= FEW else whole(parts, x)
 
 
 def multiply_sorted(
@@ -315,31 +260,6 @@ def forms_of(num_rows: int, top_k: int, num_experts: int) -> tuple[Form, Form]:
     else:
         form = Form(64, 2, 8, 2)
     return form, form
-
-
-class SortedRows(NamedTuple):
-    """The (row, choice) pairs of a step, sorted by expert."""
-
-    plan: Tensor  # [3, E] int32, see `hopper_expert_roles`
-    pairs: Tensor  # [T * k] int32
-    rows: Tensor  # [T * k, columns padded to 256], their rows of x, in the order of `_operand`
-
-
-def arrange(x: Tensor, ids: Tensor, num_experts: int, block_m: int) -> SortedRows:
-    """Sort the rows of x [T, K] by the experts that ids [T, k] choose, for tiles of `block_m`
-    rows. Pairs with ids below 0 are left out, and leave memory at the end unwritten."""
-    num_pairs, top_k = ids.numel(), ids.shape[1]
-    width = triton.cdiv(x.shape[1], COLUMNS.value) * COLUMNS.value
-    plan = torch.empty(3, num_experts, dtype=torch.int32, device=x.device)
-    pairs = torch.empty(num_pairs, dtype=torch.int32, device=x.device)
-    rows = x.new_empty(num_pairs, width)
-    _arrange_kernel[(num_pairs + 1,)](
-        ids, x, plan, pairs, rows, num_pairs, num_experts, x.shape[1],
-        TOP_K=top_k, WIDTH=width, BLOCK=triton.next_power_of_2(num_pairs),
-        BLOCK_E=max(32, triton.next_power_of_2(num_experts)), BLOCK_K=1024, BLOCK_M=block_m,
-        num_warps=4, **pdl_options(x),
-    )  # fmt: skip
-    return SortedRows(plan, pairs, rows)
 
 
 hash_functions(globals())
