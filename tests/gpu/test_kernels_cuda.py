@@ -110,9 +110,25 @@ def test_fused_stream_kernels_equal_the_separate_operations_bit_by_bit(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize(("dim", "rot_dim"), [(64, 64), (128, 128), (256, 64)])
-def test_rotary_and_store(dim: int, rot_dim: int, interleaved: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dim", "rot_dim", "interleaved", "halves"),
+    [
+        *((64, 64, False, None), (128, 128, False, None), (256, 64, False, None)),
+        *((64, 64, True, None), (128, 128, True, None), (256, 64, True, None)),
+        *((64, 64, False, (16, 4)), (128, 128, False, (8, 2)), (128, 128, False, (32, 2))),
+    ],
+)
+def test_rotary_and_store(
+    dim: int,
+    rot_dim: int,
+    interleaved: bool,
+    halves: tuple[int, int] | None,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from slipstream.kernels.linear.triton import norm_rope as triton_norm_rope
+
+    monkeypatch.setattr(triton_norm_rope, "HALVES", halves)
     positions = torch.randint(0, 5000, (77,), device="cuda")
     cos_sin = randn(5000, rot_dim)
     query, key, value = (heads_of(77, count, dim, dtype) for count in (9, 3, 3))
