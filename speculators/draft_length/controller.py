@@ -150,9 +150,12 @@ class DraftController:
 
         A request's drafts beyond its cap yield none.
         """
-        tokens, caps = self._acceptance.expected_tokens(slots), self._caps[list(slots)][:, None]
-        kept = np.minimum(np.arange(self._max_drafts + 1), caps)
-        total: np.ndarray = np.take_along_axis(tokens, kept, axis=1).sum(0)
+        index = np.asarray(slots, dtype=np.int64)
+        tokens, caps = self._acceptance.expected_tokens(index), self._caps[index]
+        if caps.min(initial=self._max_drafts) < self._max_drafts:
+            kept = np.minimum(np.arange(self._max_drafts + 1), caps[:, None])
+            tokens = tokens[np.arange(len(index))[:, None], kept]
+        total: np.ndarray = tokens.sum(0)
         return total
 
     def _choose_uniform(

@@ -109,6 +109,8 @@ class StepCosts:
     def seconds(self, num_reqs: int, num_drafts: float) -> float:
         """Seconds of a step."""
         row = self.row(num_reqs)
+        if num_drafts in range(len(row)):
+            return float(row[int(num_drafts)])
         return float(np.interp(num_drafts, np.arange(len(row)), row))
 
     def is_certain(self, num_reqs: int, num_drafts: int) -> bool:

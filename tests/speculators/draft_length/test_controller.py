@@ -101,6 +101,18 @@ def test_requests_that_want_none_or_few_are_respected() -> None:
     assert [fixed.choose([0]).num_drafts for _ in range(50)] == [3] * 50
 
 
+def test_drafts_beyond_a_requests_cap_yield_no_tokens() -> None:
+    chooser = controller(3)
+    chooser.restart(1, 1, greedy=True)
+    chooser.restart(2, 0, greedy=True)
+    all_drafts = chooser.tokens([0])
+    assert list(all_drafts) == sorted(set(all_drafts)) and len(all_drafts) == K + 1
+    capped = [[all_drafts[min(k, cap)] for k in range(K + 1)] for cap in (K, 1, 0)]
+    for slot in range(3):
+        assert chooser.tokens([slot]) == pytest.approx(capped[slot])
+    assert chooser.tokens([2, 0, 1]) == pytest.approx(np.sum(capped, axis=0))
+
+
 def test_a_held_k_is_made_whatever_it_brings_until_it_is_let_go() -> None:
     chooser = controller(256)
     for k in (0, 3, 2):
