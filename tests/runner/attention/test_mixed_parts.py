@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -71,12 +72,25 @@ def test_two_launches_give_what_one_gives(
 @pytest.mark.usefixtures("triton_interpreter")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, about inf and nan
 @pytest.mark.parametrize("desc", [None, BatchExecutionDescriptor(CUDAGraphMode.FULL, 26, 10)])
-@pytest.mark.parametrize("num_parts", [0, 2])  # partial sums of the projection
+@pytest.mark.parametrize(  # of num_parts: partial sums of the projection
+    ("num_parts", "has_units"), [(0, False), (2, False), (0, True)]
+)
 def test_each_kind_of_request_is_rotated_written_and_attended(
-    num_parts: int, desc: BatchExecutionDescriptor | None
+    num_parts: int,
+    has_units: bool,
+    desc: BatchExecutionDescriptor | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Decodes by the fused kernel, the others by two kernels; both write into `out`."""
-    common = batch([17] + [1] * 9, [30] + [5 + 2 * i for i in range(9)])
+    if has_units:  # of which the long request, whose programs have no work, gets some
+        from slipstream.kernels.attention.triton import attention_plan
+
+        plan, units = attention_plan.plan_launch, {"extras": 2.0, "unit_bits": 4, "splits": 1}
+        units |= {"last_sums": 2, "block_n": 16, "ahead": True}
+        monkeypatch.setattr(
+            attention_plan, "plan_launch", lambda *sizes: replace(plan(*sizes), **units)
+        )
+    common = batch([17] + [1] * 9, [90] + [5 + 9 * i for i in range(9)])
     tokens = common.num_actual_tokens
     starts = common.query_start_loc.tolist()
     positions = torch.zeros(tokens, dtype=torch.int64)
