@@ -56,7 +56,8 @@ class Shape:
     def plan(self, num_reqs: int, width: int) -> Launch:
         """The plan in use for requests with `width` new tokens each."""
         sizes = (self.kv_heads, self.heads // self.kv_heads, self.dim, width, NUM_BLOCKS * PAGE)
-        return plan_launch(num_reqs, num_reqs * width, *sizes, num_processors(CUDA))
+        args = (num_reqs, num_reqs * width, *sizes, num_processors(CUDA))
+        return plan_launch(*args, window=self.window)
 
 
 SHAPES = {
@@ -75,6 +76,14 @@ TILES = {  # keys of a tile, stages, warps, register limit, rows (0: those in us
     "64,2,4": (64, 2, 4, 128, 0),
     "64,3,4": (64, 3, 4, None, 0),
 }
+SMALL_TILES = {  # for heads of 64 values
+    "32,3,1": (32, 3, 1, None, 0),
+    "32,4,1r": (32, 4, 1, None, 16),
+    "64,3,1r": (64, 3, 1, None, 16),
+    "64,3,2r": (64, 3, 2, None, 16),
+    "64,4,2r": (64, 4, 2, None, 16),
+    "128,3,4": (128, 3, 4, None, 0),
+}
 UNITS = [(name, 8, 1.0) for name in TILES]
 UNITS += [
     (name, *more) for name in ("16,4,1", "32,4,2r", "64,3,4") for more in ((9, 1.0), (8, 2.0))
@@ -82,20 +91,26 @@ UNITS += [
 UNITS += [("32,4,2r", 7, 2.0)]
 
 
-def forms(base: Launch) -> Iterator[tuple[str, Launch]]:
-    """The plan in use and others, by name."""
+def forms(base: Launch, is_small: bool) -> Iterator[tuple[str, Launch]]:
+    """The plan in use and others, by name; `is_small`: heads of 64 values."""
     yield "in use", base
     if base.block_m != 16:
         return
 
     def tiled(name: str, **changes: Any) -> Launch:
-        block_n, stages, warps, registers, rows = TILES[name]
+        block_n, stages, warps, registers, rows = (SMALL_TILES if is_small else TILES)[name]
         return replace(
             base, block_n=block_n, num_stages=stages, num_warps=warps, registers=registers,
             rows=rows or base.rows, splits=1, last_sums=0, least_keys=1, alone=0, extras=0,
             **changes,
         )  # fmt: skip
 
+    if is_small:
+        for name in SMALL_TILES:
+            yield f"{name} ahead", tiled(name, ahead=True)
+            plan = replace(tiled(name, ahead=True), unit_bits=8, extras=1.0)
+            yield f"u256+1 {name}", replace(plan, last_sums=base.rows)
+        return
     yield "12f4ee0's one warp", tiled("16,4,1", ahead=False)
     yield "16,4,1 ahead", tiled("16,4,1", ahead=True)
     yield "in use, 3 stages, ahead", replace(base, ahead=True, num_stages=3, extras=0)
@@ -211,7 +226,7 @@ def table(shape: Shape, name: str, lengths: Callable[[int], list[int]], width: i
         case = Case(shape, [width] * count, total)
         least.append(f"{case.read() / PEAK:7.1f} ")
         spent = {}
-        for form, plan in forms(shape.plan(count, width)):
+        for form, plan in forms(shape.plan(count, width), shape.dim == 64):
             case.out.fill_(math.nan)
             try:
                 case.run(plan)
@@ -237,12 +252,12 @@ def table(shape: Shape, name: str, lengths: Callable[[int], list[int]], width: i
         print(f"{form:>26} " + "".join(cells), flush=True)
 
 
-def compile_form(job: tuple[str, int, int]) -> None:
-    """Compile one form's kernel, so that the cache on disk has it."""
-    name, width, index = job
+def compile_form(job: tuple[str, int, int, list[int]]) -> None:
+    """Compile one form's kernels, so that the cache on disk has them."""
+    name, width, index, counts = job
     shape = SHAPES[name]
-    for count in (32, 64, 256):
-        chosen = list(forms(shape.plan(count, width)))
+    for count in counts:
+        chosen = list(forms(shape.plan(count, width), shape.dim == 64))
         if index < len(chosen):
             case = Case(shape, [width] * 32, [100] * 32)
             plan = chosen[index][1]
@@ -313,7 +328,8 @@ def main() -> None:
     if args.prompts:
         prompts_beside(shape)
         return
-    jobs = [(args.shape, drafts + 1, index) for drafts in args.drafts for index in range(24)]
+    sizes = [(drafts + 1, index) for index in range(24) for drafts in args.drafts]
+    jobs = [(args.shape, width, index, args.counts) for width, index in sizes]
     with ProcessPoolExecutor(12, get_context("spawn")) as pool:
         list(pool.map(compile_form, jobs))
     print(f"compiled after {time.monotonic() - began:.0f} s")

@@ -182,8 +182,11 @@ def plan_launch(
     max_keys: int,
     num_processors: int,
     element_size: int = 2,
+    window: int | None = None,
 ) -> Launch:
     """Choose tile sizes and the number of KV splits for a launch with these shapes.
+
+    Only units depend on the `window`, the most keys of a context that a layer reads.
 
     Each variant of the main kernel is chosen for a range of programs that at least doubles, so
     `dry_start` compiles all variants by trying powers of two of requests.
@@ -238,7 +241,7 @@ def plan_launch(
         if AHEAD_STAGES is not None:
             launch = replace(launch, ahead=True, num_stages=AHEAD_STAGES)
         chosen = [u for u in UNITS.get(dim, ()) if programs >= u.least * num_processors]
-        return chosen[-1].apply(launch, max_keys) if chosen else launch
+        return chosen[-1].apply(launch, window or max_keys) if chosen else launch
     return launch
 
 
@@ -257,4 +260,5 @@ def plan_for(query: Tensor, kv_cache: Tensor, rows: PagedRows, rule: AttentionRu
         rows.block_table.shape[1] * page,
         num_processors(query.device),
         rule.dtype_of(kv_cache).itemsize,
+        rule.sliding_window,
     )

@@ -333,6 +333,8 @@ def test_units_are_planned_by_the_number_of_programs(monkeypatch: pytest.MonkeyP
     ]
     short = attention_plan.plan_launch(256, 256, 8, 4, 128, 1, 768, 132)  # one unit at most
     assert (short.extras, short.last_sums, short.ahead) == (0, 0, True)
+    windowed = attention_plan.plan_launch(256, 256, 8, 4, 128, 1, 4096, 132, window=512)
+    assert windowed == short
     assert attention_plan.plan_launch(256, 256, 8, 4, 64, 1, 4096, 132).extras == 0
     # 32 rows of a request do not fit a tile of 16.
     assert attention_plan.plan_launch(256, 1024, 4, 8, 128, 4, 4096, 132).extras == 0
