@@ -23,8 +23,7 @@ from ....kernels.quant.packed import PackedWeight
 from ....kernels.quant.part import columns_of
 from ...errors import ModelLoadError
 from ...parallel.ranks import Cut
-from ..formats import expert_stack
-from ..formats.expert_stack import ExpertStack, experts_of
+from ..formats.expert_stack import ExpertStack, experts_of, is_narrow
 from ..layers import CheckpointSlot, WeightFormat, tensor_slot
 from ..llama import Attention, DecoderLayer, FeedForward, LlamaModel
 from ..moe import Chosen, DividedExperts, RoutedMLP, Router
@@ -169,7 +168,7 @@ def _bytes_of(stack: ExpertStack) -> int | None:
         return None
     groups = -(-stack.columns // _GROUP)
     span, factors = _SPAN, 0
-    if expert_stack.NARROW and stack.rows % 64 == 0:
+    if is_narrow(stack.rows, stack.format.device):
         span, factors = 64, -(-groups // 8) * 8
     words = -(-stack.columns // span) * span // 2
     return stack.count * stack.rows * (words + groups + factors)

@@ -14,7 +14,7 @@ from ....kernels.cpu.experts import NativeExperts
 from ....kernels.cpu.formats import StoredRows
 from ....kernels.cpu.matrix import Matrix
 from ....kernels.cpu.weight import QuantizedWeight, pack_any
-from ....kernels.device import is_card
+from ....kernels.device import card_of, is_card
 from ....kernels.linear.experts import ExpertWeights, PackedExperts
 from ....kernels.quant.packed import PackedWeight
 from ....kernels.quant.stack import empty_stack, fill_rows
@@ -23,9 +23,18 @@ from .packed import Packed, Part
 from .slots import CheckpointSlot, matrix_slot
 from .weight_format import WeightFormat
 
-NARROW = (
-    False  # whether "mxfp4" gets the form that `kernels.packed.grouped.triton.hopper_experts` reads
-)
+# Whether "mxfp4" gets the form that `kernels.packed.grouped.triton.hopper_experts` reads; None = on
+# Hopper GPUs, which alone have that kernel.
+NARROW: bool | None = None
+
+
+def is_narrow(rows: int, device: torch.device) -> bool:
+    """Whether a stack of matrices of `rows` rows has the form for Hopper GPUs."""
+    wanted = NARROW
+    if wanted is None:
+        card = card_of(device)
+        wanted = card is not None and card.capability == (9, 0)
+    return wanted and rows % 64 == 0
 
 
 class ExpertStack(nn.Module):
@@ -111,7 +120,7 @@ class ExpertStack(nn.Module):
         assert not isinstance(part, StoredRows)
         if part.device.type == "meta" and (self.packed is not None or self.weight is not None):
             return  # of thousands of parts, the first has the outline
-        kept = self._kept(part, NARROW and self.rows % 64 == 0 and row % 64 == 0)
+        kept = self._kept(part, row % 64 == 0 and is_narrow(self.rows, self.format.device))
         if isinstance(kept, Tensor):
             with self._lock:
                 self._widen()
@@ -148,8 +157,8 @@ class ExpertStack(nn.Module):
         if part.shape[0] % part.row_group:
             part = part.by_rows()
         made = prepare(part, narrow)
-        is_narrow = isinstance(made, TiledWeight) and made.narrow
-        return (*part.form, part.row_group, is_narrow), made
+        in_spans = isinstance(made, TiledWeight) and made.narrow
+        return (*part.form, part.row_group, in_spans), made
 
 
 def experts_of(
