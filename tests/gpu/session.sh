@@ -33,7 +33,7 @@ run_tests attention 330 tests/gpu/test_attention_cuda.py
 run_tests fp8-cache 120 tests/gpu/test_fp8_cache_cuda.py
 run_tests deepseek-v4 150 tests/gpu/test_compressed_cuda.py
 run_tests listed 250 tests/gpu/test_listed_cuda.py
-run_tests experts 300 tests/gpu/test_expert_models_cuda.py tests/gpu/test_packed_experts_cuda.py
+run_tests experts 300 tests/gpu/test_expert_models_cuda.py tests/gpu/test_packed_experts_cuda.py tests/gpu/test_grouped_experts_cuda.py
 run_tests batch-invariant 240 tests/gpu/test_batch_invariant.py
 run_tests kernels 250 tests/gpu/test_kernels_cuda.py tests/gpu/test_linear_cuda.py \
   tests/gpu/test_packed_cuda.py \
