@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from threading import Timer
 from typing import Any
@@ -55,9 +56,9 @@ BF16 = torch.bfloat16
 LAYERS = 2  # of different weights, 0.45 GB each: far more than the cache
 ROWS = (8, 16, 32, 64, 128, 256)
 MORE_FORMS = {
-    16: (Form(16, 3, 4, 4), Form(16, 3, 6, 2), Form(16, 2, 8, 4)),
-    32: (Form(16, 3, 6, 4), Form(32, 3, 4, 3), Form(32, 3, 6, 2), Form(32, 2, 8, 3)),
-    64: (Form(32, 3, 5, 3), Form(64, 2, 6, 2)),
+    16: (Form(16, 2, 8, 4), Form(16, 2, 8, 4, True)),
+    32: (Form(16, 3, 6, 4, True), Form(32, 2, 8, 3), Form(32, 2, 8, 3, True)),
+    64: (Form(32, 3, 5, 3, True), Form(64, 2, 6, 2, True)),
 }
 SECONDS_OF_SILENCE = 20.0
 
@@ -65,7 +66,9 @@ SECONDS_OF_SILENCE = 20.0
 def forms(rows: int, more: bool) -> list[Form]:
     """The forms to measure, first the one that is chosen."""
     first = forms_of(rows, TOP_K, EXPERTS)[0]
-    others = MORE_FORMS[first.block_m] if more else ()
+    others = (replace(first, alternate=not first.alternate),)
+    if more:
+        others += MORE_FORMS[first.block_m]
     return [first, *(form for form in others if form != first)]
 
 
@@ -150,7 +153,8 @@ def variants(rows: int, more: bool) -> Iterator[tuple[str, Form | None]]:
     yield "wide", None
     yield "narrow", None
     for form in forms(rows, more):
-        yield f"{form.block_m} {form.consumers} {form.stages} {form.x_stages}", form
+        turns = " turns" * form.alternate
+        yield f"{form.block_m} {form.consumers} {form.stages} {form.x_stages}{turns}", form
 
 
 def compile_all(args: argparse.Namespace) -> None:
@@ -190,7 +194,7 @@ def measure(args: argparse.Namespace, beat: Callable[[], None]) -> None:
     device = torch.device("cuda", 0)
     torch.manual_seed(0)
     layers = [Layer(device) for _ in range(LAYERS)]
-    print("rows touched most   form           gate_up us  share   down us  share  both us  error")
+    print("rows touched most   form             gate_up us  share   down us  share  both us  error")
     for rows in args.rows:
         x = torch.randn(rows, HIDDEN, device=device).to(BF16)
         chosen = [chosen_at_random(rows, args.skew, device) for _ in layers]
@@ -218,7 +222,7 @@ def measure(args: argparse.Namespace, beat: Callable[[], None]) -> None:
             shares = [of / took / 1e6 / args.peak for of, took in zip(needed, us[:2], strict=True)]
             figures = f"{us[0]:8.1f} {shares[0]:6.1%} {us[1]:9.1f} {shares[1]:6.1%} {us[2]:8.1f}"
             touched = int(ids.unique().numel())
-            print(f"{rows:4} {touched:5} {most:6}   {name:14} {figures} {error:8.5f}", flush=True)
+            print(f"{rows:4} {touched:5} {most:6}   {name:16} {figures} {error:8.5f}", flush=True)
 
 
 def main() -> None:

@@ -24,11 +24,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ....launch import hash_functions
 from ....quant import tiled
 from ....quant.triton.packed_codes import FP4_TIMES
+from .hopper_expert_stores import ROWS, store_inner, store_parts
 
 FACTOR_DIVISOR = gl.constexpr(tiled.FACTOR_DIVISOR)
 
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
-ROWS = gl.constexpr(64)  # weight rows of a consumer
 COLUMNS = gl.constexpr(256)  # of a step
 WORD_BYTES = gl.constexpr(64 * 128 + 512)  # of a consumer in a stage, with factors
 # How a consumer holds the words of a stage: a thread has 16 neighbours of two rows, which are the
@@ -194,10 +194,20 @@ def _numbers(words, scales):
 
 
 @gluon.jit
-def _add_stage(acc, words, scales, x_tile, OPERAND: gl.constexpr):
-    """Start the products of a stage, whose words become numbers in registers."""
+def _add_stage(acc, words, scales, x_tile, turns, number, OPERAND: gl.constexpr,
+               PART: gl.constexpr, CONSUMERS: gl.constexpr, ALTERNATE: gl.constexpr):  # fmt: skip
+    """Start the products of a stage, whose words become numbers in registers.
+
+    ALTERNATE: consumers take turns in it, in a circle. Otherwise all widen at once, and then the
+    tensor cores work for all at once.
+    """
+    if ALTERNATE:  # the first consumer's first turn has come
+        mbarrier.wait(turns.index(PART), (number & 1) ^ (1 if PART == 0 else 0))
     numbers = _operand(_numbers(words, scales), OPERAND)
-    return warpgroup_mma(numbers, x_tile.permute((1, 0)), acc, is_async=True)
+    flying = warpgroup_mma(numbers, x_tile.permute((1, 0)), acc, is_async=True)
+    if ALTERNATE:
+        mbarrier.arrive(turns.index((PART + 1) % CONSUMERS), count=1)
+    return flying
 
 
 @gluon.jit
@@ -215,9 +225,11 @@ def _take(w_tiles, s_tiles, w_full, w_empty, fill, PART: gl.constexpr, CONSUMERS
 
 @gluon.jit
 def _sums(
-    w_tiles, s_tiles, x_pieces, w_full, w_empty, x_full, x_empty, fill, x_fill,
+    w_tiles, s_tiles, x_pieces, w_full, w_empty, x_full, x_empty, turns, fill,
+    x_fill,
     PART: gl.constexpr, TOKENS: gl.constexpr, BOXES: gl.constexpr, STEPS: gl.constexpr,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, X_STAGES: gl.constexpr, GATED: gl.constexpr,
+    ALTERNATE: gl.constexpr,
 ):  # fmt: skip
     """The products of a consumer's weight rows with TOKENS rows of x, [64, TOKENS]; gated: of gate
     and of up. The words of a stage are loaded while the products of the stage before are computed.
@@ -238,12 +250,17 @@ def _sums(
         mbarrier.wait(x_full.index(x_slot), x_phase)
         x_tile = x_tiles.index(x_slot * EACH)
         if GATED:
-            flying = _add_stage(acc, words, scales, x_tile, OPERAND)
+            flying = _add_stage(
+                acc, words, scales, x_tile, turns, w_at, OPERAND, PART, CONSUMERS, ALTERNATE
+            )  # fmt: skip
             words, scales = _take(
                 w_tiles, s_tiles, w_full, w_empty, w_at + 1, PART, CONSUMERS, STAGES
             )  # fmt: skip
             acc = warpgroup_mma_wait(0, deps=[flying])
-        flying = _add_stage(last, words, scales, x_tile, OPERAND)
+        flying = _add_stage(
+            last, words, scales, x_tile, turns, w_at + HALVES - 1, OPERAND, PART, CONSUMERS,
+            ALTERNATE,
+        )  # fmt: skip
         if step + 1 < STEPS:
             words, scales = _take(
                 w_tiles, s_tiles, w_full, w_empty, w_at + HALVES, PART, CONSUMERS, STAGES
@@ -254,91 +271,25 @@ def _sums(
 
 
 @gluon.jit
-def _bias_of(bias, row, n, N, LAYOUT: gl.constexpr):
-    return gl.load(bias + row, mask=n < N, other=0.0).to(gl.float32)[:, None]
-
-
-@gluon.jit
-def _store_inner(
-    gate, up, bias, out, expert, start, first, rows, N,
-    TOKENS: gl.constexpr, BIAS: gl.constexpr, CLAMPED: gl.constexpr, ALPHA: gl.constexpr,
-    LIMIT: gl.constexpr, WIDTH: gl.constexpr,
-):  # fmt: skip
-    """Store activated values [64, TOKENS] in the order of columns that `arrange` gives x, and zeros
-    in the columns that fill the last step."""
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
-    stored: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1])
-    if BIAS:
-        n = start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-        row = expert * (2 * N) + n
-        gate += _bias_of(bias, row, n, N, LAYOUT)
-        up += _bias_of(bias, row + N, n, N, LAYOUT)
-    dtype: gl.constexpr = out.dtype.element_ty
-    gate, up = gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32)
-    if CLAMPED:
-        gate = gl.minimum(gate, LIMIT)
-        up = gl.minimum(gl.maximum(up, -LIMIT), LIMIT) + 1.0
-        gate = gate / (1.0 + gl.exp(-ALPHA * gate))
-    else:
-        gate = gate / (1.0 + gl.exp(-gate))
-    result = (gate.to(dtype).to(gl.float32) * up).to(dtype)
-    result = gl.convert_layout(result, stored)
-    n = start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, stored))
-    token = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, stored))
-    place = n // 256 * 256 + n % 64 // 4 * 16 + n % 4 // 2 * 8 + n % 256 // 64 * 2 + n % 2
-    at = out + gl.cast(first + token, gl.int64)[None, :] * WIDTH + place[:, None]
-    there = (token < rows)[None, :] & (n < N)[:, None]
-    gl.store(at, result, mask=there)
-    if WIDTH != N:
-        if start + ROWS >= N:
-            nothing = gl.zeros([ROWS, TOKENS], dtype, layout=stored)
-            for more in gl.static_range(1, 4):
-                if start % 256 // 64 + more < 4:
-                    gl.store(at + 2 * more, nothing, mask=there)
-
-
-@gluon.jit
-def _store_parts(
-    sums, bias, pairs, pair_weights, out, expert, start, first, rows, N, num_rows,
-    TOKENS: gl.constexpr, BIAS: gl.constexpr, TOP_K: gl.constexpr,
-):  # fmt: skip
-    """Store sums [64, TOKENS] times the weights of their pairs, each pair in its own row."""
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
-    stored: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1])
-    if BIAS:
-        n = start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-        sums += _bias_of(bias, expert * N + n, n, N, LAYOUT)
-    sums = gl.convert_layout(sums, stored)
-    n = start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, stored))
-    token = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, stored))
-    pair = gl.load(pairs + first + token, mask=token < rows, other=0)
-    share = gl.load(pair_weights + pair, mask=token < rows, other=0.0)
-    target = gl.cast(pair % TOP_K * num_rows + pair // TOP_K, gl.int64)
-    there = (token < rows)[None, :] & (n < N)[:, None]
-    sums = (sums * share[None, :]).to(out.dtype.element_ty)
-    gl.store(out + target[None, :] * N + n[:, None], sums, mask=there)
-
-
-@gluon.jit
 def _compute_tile(
     bias, pairs, pair_weights, out, w_tiles, s_tiles, x_pieces, w_full, w_empty, x_full, x_empty,
-    fill, x_fill, expert, start, first, rows, N, num_rows,
+    turns, fill, x_fill, expert, start, first, rows, N, num_rows,
     PART: gl.constexpr, TOKENS: gl.constexpr, BOXES: gl.constexpr, STEPS: gl.constexpr,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, X_STAGES: gl.constexpr, GATED: gl.constexpr,
     BIAS: gl.constexpr, TOP_K: gl.constexpr, CLAMPED: gl.constexpr, ALPHA: gl.constexpr,
-    LIMIT: gl.constexpr, WIDTH: gl.constexpr,
+    LIMIT: gl.constexpr, WIDTH: gl.constexpr, ALTERNATE: gl.constexpr,
 ):  # fmt: skip
     acc, last = _sums(
-        w_tiles, s_tiles, x_pieces, w_full, w_empty, x_full, x_empty, fill, x_fill,
-        PART, TOKENS, BOXES, STEPS, CONSUMERS, STAGES, X_STAGES, GATED,
+        w_tiles, s_tiles, x_pieces, w_full, w_empty, x_full, x_empty, turns, fill, x_fill,
+        PART, TOKENS, BOXES, STEPS, CONSUMERS, STAGES, X_STAGES, GATED, ALTERNATE,
     )  # fmt: skip
     if GATED:
-        _store_inner(
+        store_inner(
             acc, last, bias, out, expert, start, first, rows, N,
             TOKENS, BIAS, CLAMPED, ALPHA, LIMIT, WIDTH,
         )  # fmt: skip
     else:
-        _store_parts(
+        store_parts(
             last, bias, pairs, pair_weights, out, expert, start, first, rows, N, num_rows,
             TOKENS, BIAS, TOP_K,
         )  # fmt: skip
@@ -347,11 +298,11 @@ def _compute_tile(
 @gluon.jit
 def multiply(
     PART: gl.constexpr, plan, bias, pairs, pair_weights, out, w_tiles, s_tiles, x_pieces, w_full,
-    w_empty, x_full, x_empty, num_experts, N, num_rows,
+    w_empty, x_full, x_empty, turns, num_experts, N, num_rows,
     N_TILES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_E: gl.constexpr, STEPS: gl.constexpr,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, X_STAGES: gl.constexpr, GATED: gl.constexpr,
     BIAS: gl.constexpr, TOP_K: gl.constexpr, CLAMPED: gl.constexpr, ALPHA: gl.constexpr,
-    LIMIT: gl.constexpr, WIDTH: gl.constexpr, PDL: gl.constexpr,
+    LIMIT: gl.constexpr, WIDTH: gl.constexpr, ALTERNATE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A consumer: computes 64 weight rows of each tile, in the narrowest form that its rows of x
     fit."""
@@ -369,25 +320,25 @@ def multiply(
         if rows <= 16:
             _compute_tile(
                 bias, pairs, pair_weights, out, w_tiles, s_tiles, x_pieces, w_full, w_empty, x_full,
-                x_empty, fill, x_fill, expert, start, first, rows, N, num_rows, PART, 16, BOXES,
-                STEPS, CONSUMERS, STAGES, X_STAGES, GATED, BIAS, TOP_K, CLAMPED, ALPHA, LIMIT,
-                WIDTH,
+                x_empty, turns, fill, x_fill, expert, start, first, rows, N, num_rows, PART, 16,
+                BOXES, STEPS, CONSUMERS, STAGES, X_STAGES, GATED, BIAS, TOP_K, CLAMPED, ALPHA,
+                LIMIT, WIDTH, ALTERNATE,
             )  # fmt: skip
         elif rows <= 32 or BLOCK_M == 32:
             if BLOCK_M >= 32:
                 _compute_tile(
                     bias, pairs, pair_weights, out, w_tiles, s_tiles, x_pieces, w_full, w_empty,
-                    x_full, x_empty, fill, x_fill, expert, start, first, rows, N, num_rows, PART,
-                    32, BOXES, STEPS, CONSUMERS, STAGES, X_STAGES, GATED, BIAS, TOP_K, CLAMPED,
-                    ALPHA, LIMIT, WIDTH,
+                    x_full, x_empty, turns, fill, x_fill, expert, start, first, rows, N, num_rows,
+                    PART, 32, BOXES, STEPS, CONSUMERS, STAGES, X_STAGES, GATED, BIAS, TOP_K,
+                    CLAMPED, ALPHA, LIMIT, WIDTH, ALTERNATE,
                 )  # fmt: skip
         else:
             if BLOCK_M >= 64:
                 _compute_tile(
                     bias, pairs, pair_weights, out, w_tiles, s_tiles, x_pieces, w_full, w_empty,
-                    x_full, x_empty, fill, x_fill, expert, start, first, rows, N, num_rows, PART,
-                    64, BOXES, STEPS, CONSUMERS, STAGES, X_STAGES, GATED, BIAS, TOP_K, CLAMPED,
-                    ALPHA, LIMIT, WIDTH,
+                    x_full, x_empty, turns, fill, x_fill, expert, start, first, rows, N, num_rows,
+                    PART, 64, BOXES, STEPS, CONSUMERS, STAGES, X_STAGES, GATED, BIAS, TOP_K,
+                    CLAMPED, ALPHA, LIMIT, WIDTH, ALTERNATE,
                 )  # fmt: skip
         fill += STEPS * HALVES
         x_fill += STEPS

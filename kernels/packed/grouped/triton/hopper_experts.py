@@ -45,6 +45,7 @@ class Form:
     consumers: int = 3  # or 2, which have more registers
     stages: int = 5  # of words
     x_stages: int = 3
+    alternate: bool = False  # consumers take turns in widening
 
 
 @gluon.jit(do_not_specialize=["num_rows"])
@@ -74,6 +75,7 @@ def _hopper_experts_kernel(
     ALPHA: gl.constexpr,
     LIMIT: gl.constexpr,
     WIDTH: gl.constexpr,
+    ALTERNATE: gl.constexpr,
     CONSUMER: gl.constexpr,  # registers of a thread
     PRODUCER: gl.constexpr,
     PDL: gl.constexpr,
@@ -87,6 +89,9 @@ def _hopper_experts_kernel(
     w_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     x_full = gl.allocate_shared_memory(gl.int64, [X_STAGES, 1], mbarrier.MBarrierLayout())
     x_empty = gl.allocate_shared_memory(gl.int64, [X_STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(CONSUMERS):
+        mbarrier.init(turns.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(w_full.index(i), count=1)
         mbarrier.init(w_empty.index(i), count=CONSUMERS)
@@ -99,21 +104,21 @@ def _hopper_experts_kernel(
             [
                 (multiply, (
                     0, plan, bias, pairs, pair_weights, out, w_tiles, s_tiles, x_pieces,
-                    w_full, w_empty, x_full, x_empty, num_experts, N, num_rows, N_TILES,
+                    w_full, w_empty, x_full, x_empty, turns, num_experts, N, num_rows, N_TILES,
                     BLOCK_M, BLOCK_E, STEPS, CONSUMERS, STAGES, X_STAGES, GATED, BIAS, TOP_K,
-                    CLAMPED, ALPHA, LIMIT, WIDTH, PDL,
+                    CLAMPED, ALPHA, LIMIT, WIDTH, ALTERNATE, PDL,
                 )),
                 (multiply, (
                     1, plan, bias, pairs, pair_weights, out, w_tiles, s_tiles, x_pieces,
-                    w_full, w_empty, x_full, x_empty, num_experts, N, num_rows, N_TILES,
+                    w_full, w_empty, x_full, x_empty, turns, num_experts, N, num_rows, N_TILES,
                     BLOCK_M, BLOCK_E, STEPS, CONSUMERS, STAGES, X_STAGES, GATED, BIAS, TOP_K,
-                    CLAMPED, ALPHA, LIMIT, WIDTH, PDL,
+                    CLAMPED, ALPHA, LIMIT, WIDTH, ALTERNATE, PDL,
                 )),
                 (multiply, (
                     2, plan, bias, pairs, pair_weights, out, w_tiles, s_tiles, x_pieces,
-                    w_full, w_empty, x_full, x_empty, num_experts, N, num_rows, N_TILES,
+                    w_full, w_empty, x_full, x_empty, turns, num_experts, N, num_rows, N_TILES,
                     BLOCK_M, BLOCK_E, STEPS, CONSUMERS, STAGES, X_STAGES, GATED, BIAS, TOP_K,
-                    CLAMPED, ALPHA, LIMIT, WIDTH, PDL,
+                    CLAMPED, ALPHA, LIMIT, WIDTH, ALTERNATE, PDL,
                 )),
                 (bring_words, (
                     words, scales, plan, w_tiles, s_tiles, w_full, w_empty, num_experts, N,
@@ -132,15 +137,15 @@ def _hopper_experts_kernel(
             [
                 (multiply, (
                     0, plan, bias, pairs, pair_weights, out, w_tiles, s_tiles, x_pieces,
-                    w_full, w_empty, x_full, x_empty, num_experts, N, num_rows, N_TILES,
+                    w_full, w_empty, x_full, x_empty, turns, num_experts, N, num_rows, N_TILES,
                     BLOCK_M, BLOCK_E, STEPS, CONSUMERS, STAGES, X_STAGES, GATED, BIAS, TOP_K,
-                    CLAMPED, ALPHA, LIMIT, WIDTH, PDL,
+                    CLAMPED, ALPHA, LIMIT, WIDTH, ALTERNATE, PDL,
                 )),
                 (multiply, (
                     1, plan, bias, pairs, pair_weights, out, w_tiles, s_tiles, x_pieces,
-                    w_full, w_empty, x_full, x_empty, num_experts, N, num_rows, N_TILES,
+                    w_full, w_empty, x_full, x_empty, turns, num_experts, N, num_rows, N_TILES,
                     BLOCK_M, BLOCK_E, STEPS, CONSUMERS, STAGES, X_STAGES, GATED, BIAS, TOP_K,
-                    CLAMPED, ALPHA, LIMIT, WIDTH, PDL,
+                    CLAMPED, ALPHA, LIMIT, WIDTH, ALTERNATE, PDL,
                 )),
                 (bring_words, (
                     words, scales, plan, w_tiles, s_tiles, w_full, w_empty, num_experts, N,
@@ -243,6 +248,7 @@ def multiply_sorted(
         ALPHA=experts.alpha,
         LIMIT=experts.limit,
         WIDTH=out.shape[1] if gated else 0,
+        ALTERNATE=form.alternate,
         CONSUMER=160 if three else 232,
         PRODUCER=32 if three else 40,
         num_warps=4,
