@@ -209,6 +209,20 @@ def test_rows_that_hold_nan_or_allow_nothing_are_reported(temperature: float) ->
     assert alone.has_nan.tolist() == [True]
 
 
+def test_a_bad_word_does_not_begin_in_the_prompt() -> None:
+    """Neither its first token alone nor part of it: only output counts, drafts of a step included."""
+    asked = SamplingParams(
+        seed=0, max_tokens=9, temperature=0.0, bad_words_token_ids=[[7, 9], [2, 7, 4]]
+    )
+    table = Table.of([(asked, [2, 7], []), (asked, [2], [7])], V)
+    logits = torch.zeros(4, V)
+    logits[:, 9], logits[:, 4] = 5.0, 4.0
+    rows = rows_of(table, [0, 1], [[7], [7]], 2)
+    processed = process_logits(logits, rows, table, None, table.sampling.features([0, 1]))
+    # request 0: after the prompt, and after the draft 7; request 1: after the output 7, and 7, 7
+    assert processed.argmax(-1).tolist() == [9, 4, 4, 4]
+
+
 def test_logprobs_are_raw_and_the_same_with_speculation() -> None:
     asked = SamplingParams(seed=0, max_tokens=9, temperature=0.0, logprobs=3, logit_bias={4: 3.0})
     silent = SamplingParams(seed=0, max_tokens=9, temperature=0.0)
