@@ -192,6 +192,18 @@ class AttentionBuilder(ABC):
         return self.build(common, desc)
 
 
+@dataclass(frozen=True)
+class BuilderSizes:
+    """What a builder is made for: the blocks of its KV group, the largest step, and its tensors."""
+
+    block_size: int
+    max_num_reqs: int
+    max_num_tokens: int
+    max_model_len: int
+    dtype: torch.dtype
+    device: torch.device
+
+
 class AttentionBackend(ABC):
     """A family of attention kernels. `name` is its value for `--attention-backend`."""
 
@@ -210,16 +222,9 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def create_builder(
-        self,
-        layers: Sequence[AttentionLayer],
-        block_size: int,
-        max_num_reqs: int,
-        max_num_tokens: int,
-        max_model_len: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, layers: Sequence[AttentionLayer], sizes: BuilderSizes
     ) -> AttentionBuilder:
-        """Create the builder of one KV group, with workspaces of the maximum size."""
+        """Create the builder of one KV group, with workspaces for the largest step."""
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from .base import (
     AttentionBuilder,
     AttentionLayer,
     AttentionMetadata,
+    BuilderSizes,
     CommonAttentionMetadata,
 )
 from .flash_mla_listed import ListedBuilder
@@ -158,17 +159,11 @@ class FlashMLABackend(AttentionBackend):
         return _missing()
 
     def create_builder(
-        self,
-        layers: Sequence[AttentionLayer],
-        block_size: int,
-        max_num_reqs: int,
-        max_num_tokens: int,
-        max_model_len: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, layers: Sequence[AttentionLayer], sizes: BuilderSizes
     ) -> AttentionBuilder:
-        if dtype is not torch.bfloat16:
-            raise RunnerError(f"FlashMLA needs --dtype bfloat16, not {dtype}.")
+        if sizes.dtype is not torch.bfloat16:
+            raise RunnerError(f"FlashMLA needs --dtype bfloat16, not {sizes.dtype}.")
+        block_size = sizes.block_size
         module = importlib.import_module("flash_mla")
         if layers[0].is_compressed and layers[0].fp8 is not None:
             create, decode = module.get_mla_metadata, module.flash_mla_with_kvcache

@@ -24,6 +24,7 @@ from .base import (
     AttentionBuilder,
     AttentionLayer,
     AttentionMetadata,
+    BuilderSizes,
     CommonAttentionMetadata,
 )
 
@@ -255,26 +256,19 @@ class FlashInferBackend(AttentionBackend):
         return None
 
     def create_builder(
-        self,
-        layers: Sequence[AttentionLayer],
-        block_size: int,
-        max_num_reqs: int,
-        max_num_tokens: int,
-        max_model_len: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, layers: Sequence[AttentionLayer], sizes: BuilderSizes
     ) -> FlashInferBuilder:
-        if device not in self._workspaces:
-            self._workspaces[device] = torch.zeros(
-                _FLOAT_WORKSPACE, dtype=torch.uint8, device=device
+        if sizes.device not in self._workspaces:
+            self._workspaces[sizes.device] = torch.zeros(
+                _FLOAT_WORKSPACE, dtype=torch.uint8, device=sizes.device
             )
         module = importlib.import_module("flashinfer")
         return FlashInferBuilder(
             module,
             layers[0],
-            block_size,
-            max_num_reqs,
-            max_model_len,
-            dtype,
-            self._workspaces[device],
+            sizes.block_size,
+            sizes.max_num_reqs,
+            sizes.max_model_len,
+            sizes.dtype,
+            self._workspaces[sizes.device],
         )

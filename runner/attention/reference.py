@@ -18,6 +18,7 @@ from .base import (
     AttentionBuilder,
     AttentionLayer,
     AttentionMetadata,
+    BuilderSizes,
     CommonAttentionMetadata,
 )
 from .compressed import CompressedBuilder
@@ -146,15 +147,8 @@ class ReferenceBackend(AttentionBackend):
         return None
 
     def create_builder(
-        self,
-        layers: Sequence[AttentionLayer],
-        block_size: int,
-        max_num_reqs: int,
-        max_num_tokens: int,
-        max_model_len: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, layers: Sequence[AttentionLayer], sizes: BuilderSizes
     ) -> AttentionBuilder:
         if layers[0].is_compressed:
-            return CompressedBuilder(block_size, in_graphs=False)
-        return ReferenceBuilder(block_size, layers[0].sliding_window, dtype)
+            return CompressedBuilder(sizes.block_size, in_graphs=False)
+        return ReferenceBuilder(sizes.block_size, layers[0].sliding_window, sizes.dtype)

@@ -24,6 +24,7 @@ from .base import (
     AttentionBuilder,
     AttentionLayer,
     AttentionMetadata,
+    BuilderSizes,
     CommonAttentionMetadata,
     Rotary,
 )
@@ -184,18 +185,11 @@ class TritonBackend(AttentionBackend):
         return None
 
     def create_builder(
-        self,
-        layers: Sequence[AttentionLayer],
-        block_size: int,
-        max_num_reqs: int,
-        max_num_tokens: int,
-        max_model_len: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, layers: Sequence[AttentionLayer], sizes: BuilderSizes
     ) -> AttentionBuilder:
         if layers[0].is_compressed:
-            return CompressedBuilder(block_size, in_graphs=True)
+            return CompressedBuilder(sizes.block_size, in_graphs=True)
         if self.batch_invariant:
             return TritonBuilder(fixed=True)
-        count = max_num_reqs * layers[0].num_kv_heads
-        return TritonBuilder(torch.zeros(count, dtype=torch.int32, device=device))
+        count = sizes.max_num_reqs * layers[0].num_kv_heads
+        return TritonBuilder(torch.zeros(count, dtype=torch.int32, device=sizes.device))

@@ -21,6 +21,7 @@ from ..attention.base import (
     AttentionLayer,
     AttentionMetadata,
     AttentionState,
+    BuilderSizes,
     CommonAttentionMetadata,
 )
 from ..graphs.capture import GraphPool
@@ -63,9 +64,8 @@ class ClaimTrial:
         self.blocks_per_req = -(-setup.max_len // size)
         num_blocks = 1 + num_reqs * self.blocks_per_req
         self.max_tokens = max(setup.mixed_tokens, num_reqs * 16)
-        self.builder = backend.create_builder(
-            [layer], size, num_reqs, self.max_tokens, setup.max_len, dtype, device
-        )
+        sizes = BuilderSizes(size, num_reqs, self.max_tokens, setup.max_len, dtype, device)
+        self.builder = backend.create_builder([layer], sizes)
         self.cache = self._random_cache(num_blocks)
         table = torch.randperm(num_blocks - 1, device=device).view(num_reqs, -1) + 1
         self.own_table = table.int()  # [N, blocks_per_req]

@@ -18,7 +18,12 @@ from ...kernels.device import card_of, is_card
 from ...speculators.autoregressive import AutoRegressiveSpeculator
 from ...speculators.base import SpeculatorNeeds
 from ...speculators.registry import create_speculator
-from ..attention.base import AttentionBackend, AttentionBuilder, AttentionLayer
+from ..attention.base import (
+    AttentionBackend,
+    AttentionBuilder,
+    AttentionLayer,
+    BuilderSizes,
+)
 from ..attention.choice import choose_backend
 from ..attention.fp8_layers import is_fp8, with_fp8_cache
 from ..batch.input_batch import InputBuffers
@@ -289,10 +294,9 @@ class Assembly:
     def _builder(
         self, backend: AttentionBackend, layers: Sequence[AttentionLayer], block_size: int
     ) -> AttentionBuilder:
-        return backend.create_builder(
-            layers, block_size, self.max_num_reqs, self.max_num_tokens, self.max_model_len,
-            self.format.dtype, self.device,
-        )  # fmt: skip
+        bounds = (self.max_num_reqs, self.max_num_tokens, self.max_model_len)
+        sizes = BuilderSizes(block_size, *bounds, self.format.dtype, self.device)
+        return backend.create_builder(layers, sizes)
 
     def _request_table(self, needs: SpeculatorNeeds, max_blocks: Sequence[int]) -> RequestTable:
         return RequestTable(

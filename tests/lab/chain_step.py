@@ -20,7 +20,11 @@ from slipstream.kernels.attention.triton import attention_plan, paged_attention
 from slipstream.kernels.linear.linear_choice import H100_WINNERS, Choice, Shape, bucket_of
 from slipstream.kernels.linear.linear_tuned import LinearChooser
 from slipstream.runner.attention import triton as backend
-from slipstream.runner.attention.base import AttentionState, CommonAttentionMetadata
+from slipstream.runner.attention.base import (
+    AttentionState,
+    BuilderSizes,
+    CommonAttentionMetadata,
+)
 from slipstream.runner.attention.triton import TritonBackend
 from slipstream.runner.batch.kv_cache import KVCache, make_groups
 from slipstream.runner.loading.dummy import load_random
@@ -117,7 +121,7 @@ class Step:
             tensor.normal_()
         metadata, self.positions = step_metadata(reqs, 1, context, device)
         builder = TritonBackend().create_builder(
-            groups[0].layers, PAGE, reqs, reqs, MAX_LEN, BF16, device
+            groups[0].layers, BuilderSizes(PAGE, reqs, reqs, MAX_LEN, BF16, device)
         )
         desc = BatchExecutionDescriptor(CUDAGraphMode.FULL, reqs, reqs, 1)
         self.state: AttentionState = cache.attention_state([builder.build(metadata, desc)])

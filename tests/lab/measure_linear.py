@@ -29,7 +29,11 @@ from slipstream.kernels.linear import head_sample, linear
 from slipstream.kernels.linear.linear_choice import H100_WINNERS, Choice, Gemv, Shape
 from slipstream.kernels.linear.linear_tuned import LinearChooser, card_name, create_chooser
 from slipstream.kernels.linear.norm_rope import rms_norm
-from slipstream.runner.attention.base import AttentionState, CommonAttentionMetadata
+from slipstream.runner.attention.base import (
+    AttentionState,
+    BuilderSizes,
+    CommonAttentionMetadata,
+)
 from slipstream.runner.attention.triton import TritonBackend
 from slipstream.runner.batch.kv_cache import KVCache, make_groups
 
@@ -148,7 +152,9 @@ class Step:
             reqs, rows, tokens, CONTEXT, starts.to(CUDA), starts, lens.to(CUDA), lens, table, slots
         )
         builders = [
-            TritonBackend().create_builder(group.layers, PAGE, reqs, rows, CONTEXT, dtype, CUDA)
+            TritonBackend().create_builder(
+                group.layers, BuilderSizes(PAGE, reqs, rows, CONTEXT, dtype, CUDA)
+            )
             for group in groups
         ]
         self.state: AttentionState = cache.attention_state([b.build(common) for b in builders])

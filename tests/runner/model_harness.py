@@ -15,6 +15,7 @@ from slipstream.configs.schema import ModelConfig
 from slipstream.runner.attention.base import (
     AttentionBackend,
     AttentionState,
+    BuilderSizes,
     CommonAttentionMetadata,
 )
 from slipstream.runner.attention.recurrent import RecurrentMetadata
@@ -61,7 +62,9 @@ class Sequences:
         self.cache = KVCache(self.groups, num_blocks, block_size, dtype, CPU)
         self.block_sizes = self.cache.block_sizes
         self.builders = [
-            backend.create_builder(group.layers, size, num_reqs, 1024, max_len, dtype, CPU)
+            backend.create_builder(
+                group.layers, BuilderSizes(size, num_reqs, 1024, max_len, dtype, CPU)
+            )
             for group, size in zip(self.groups, self.block_sizes, strict=True)
         ]
         self.states: RecurrentStates | None = None

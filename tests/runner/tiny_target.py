@@ -13,7 +13,11 @@ from transformers import LlamaConfig
 
 from slipstream.configs.graphs import BatchExecutionDescriptor, CUDAGraphMode
 from slipstream.configs.schema import SpeculativeConfig, StepLimits
-from slipstream.runner.attention.base import AttentionMetadata, AttentionState
+from slipstream.runner.attention.base import (
+    AttentionMetadata,
+    AttentionState,
+    BuilderSizes,
+)
 from slipstream.runner.attention.choice import choose_backend
 from slipstream.runner.batch.input_batch import InputBuffers
 from slipstream.runner.batch.kv_cache import KVCache, make_groups
@@ -167,7 +171,7 @@ def make_runner(
     buffers = setup.buffers(*sizes, setup.num_drafts, [BLOCK] * len(groups), columns, device)
     backend = setup.attention or choose_backend("auto", layers, device)
     builders = [
-        backend.create_builder(group.layers, BLOCK, *sizes, torch.float32, device)
+        backend.create_builder(group.layers, BuilderSizes(BLOCK, *sizes, torch.float32, device))
         for group in groups
     ]
     if script is not None:

@@ -25,6 +25,7 @@ from slipstream.runner.attention.base import (
     AttentionBuilder,
     AttentionLayer,
     AttentionMetadata,
+    BuilderSizes,
     CommonAttentionMetadata,
 )
 from slipstream.runner.drafters.draft_graphs import DraftGraphs
@@ -118,6 +119,12 @@ class TensorBuilder(AttentionBuilder):
         return TensorMetadata(*own)
 
 
+def tensor_sizes(sizes: BuilderSizes) -> tuple[int, int, int]:
+    """The sizes of a `TensorBuilder`: requests, tokens, and blocks of a request."""
+    blocks = -(-sizes.max_model_len // sizes.block_size)
+    return sizes.max_num_reqs, sizes.max_num_tokens, blocks
+
+
 class TensorBackend(AttentionBackend):
     """Runs any layer, in any graph."""
 
@@ -128,10 +135,9 @@ class TensorBackend(AttentionBackend):
         return None
 
     def create_builder(
-        self, layers: Sequence[AttentionLayer], block_size: int, max_num_reqs: int,
-        max_num_tokens: int, max_model_len: int, dtype: torch.dtype, device: torch.device,
-    ) -> TensorBuilder:  # fmt: skip
-        return TensorBuilder(max_num_reqs, max_num_tokens, -(-max_model_len // block_size))
+        self, layers: Sequence[AttentionLayer], sizes: BuilderSizes
+    ) -> TensorBuilder:
+        return TensorBuilder(*tensor_sizes(sizes))
 
 
 class GraphEngine(TinyEngine):

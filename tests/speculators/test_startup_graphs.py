@@ -5,19 +5,30 @@ from __future__ import annotations
 import gc
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from slipstream.configs.graphs import AttentionCGSupport, BatchExecutionDescriptor, CUDAGraphMode
-from slipstream.runner.attention.base import CommonAttentionMetadata
+from slipstream.runner.attention.base import (
+    AttentionLayer,
+    BuilderSizes,
+    CommonAttentionMetadata,
+)
 from slipstream.runner.graphs.manager import FreshPair
 from slipstream.runner.step.target import Target
 from slipstream.speculators.autoregressive import AutoRegressiveSpeculator
 
 from .all_drafters import Drafters
-from .recorded_graphs import TensorBackend, TensorBuilder, TensorMetadata, graph_engine
+from .recorded_graphs import (
+    TensorBackend,
+    TensorBuilder,
+    TensorMetadata,
+    graph_engine,
+    tensor_sizes,
+)
 from .recorded_proposals import recorded_proposals
 from .tiny_engine import prompts
 
@@ -44,9 +55,10 @@ class FrozenBuilder(TensorBuilder):
 class FrozenBackend(TensorBackend):
     name = "frozen"
 
-    def create_builder(self, *args: Any) -> FrozenBuilder:
-        reqs, tokens, length = args[2:5]
-        return FrozenBuilder(reqs, tokens, -(-length // args[1]))
+    def create_builder(
+        self, layers: Sequence[AttentionLayer], sizes: BuilderSizes
+    ) -> FrozenBuilder:
+        return FrozenBuilder(*tensor_sizes(sizes))
 
 
 def test_a_claim_that_does_not_hold_is_lowered_with_a_log_line_and_a_metric(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,10 @@ from torch import Tensor
 from slipstream.configs.schema import SpeculativeConfig
 from slipstream.kernels.attention.compressed.compress import entries_of
 from slipstream.kernels.attention.compressed.pages import Compressor, Pages, TokenRows
-from slipstream.runner.attention.base import AttentionLayer
+from slipstream.runner.attention.base import (
+    AttentionLayer,
+    BuilderSizes,
+)
 from slipstream.runner.attention.compressed import CompressedBuilder
 from slipstream.runner.attention.reference import ReferenceBackend
 from slipstream.runner.errors import ModelLoadError
@@ -86,10 +88,10 @@ class GraphBackend(ReferenceBackend):
     def __init__(self, on_device: bool) -> None:
         self._on_device = on_device
 
-    def create_builder(  # type: ignore[override]
-        self, layers: Sequence[AttentionLayer], block_size: int, *args: Any
+    def create_builder(
+        self, layers: Sequence[AttentionLayer], sizes: BuilderSizes
     ) -> CompressedBuilder:
-        builder = CompressedBuilder(block_size, in_graphs=True)
+        builder = CompressedBuilder(sizes.block_size, in_graphs=True)
         builder.builds_on_device = self._on_device
         return builder
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,13 +12,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.configs.graphs import BatchExecutionDescriptor, StepMode
 from slipstream.configs.schema import SpeculativeConfig
-from slipstream.runner.attention.base import CommonAttentionMetadata
+from slipstream.runner.attention.base import (
+    AttentionLayer,
+    BuilderSizes,
+    CommonAttentionMetadata,
+)
 from slipstream.runner.messages import AbortRequests, AddRequest, SamplingParams
 from slipstream.speculators.autoregressive import AutoRegressiveSpeculator
 
 from ..runner.graphs.recorder import RecordedGraph
 from .all_drafters import Drafters
-from .recorded_graphs import GraphEngine, TensorBackend, TensorBuilder, TensorMetadata, graph_engine
+from .recorded_graphs import (
+    GraphEngine,
+    TensorBackend,
+    TensorBuilder,
+    TensorMetadata,
+    graph_engine,
+    tensor_sizes,
+)
 from .recorded_proposals import Proposals, recorded_proposals
 from .tiny_engine import prompts
 
@@ -253,9 +264,8 @@ class LazyBuilder(TensorBuilder):
 
 
 class LazyBackend(TensorBackend):
-    def create_builder(self, *args: Any) -> LazyBuilder:
-        reqs, tokens, length = args[2:5]
-        return LazyBuilder(reqs, tokens, -(-length // args[1]))
+    def create_builder(self, layers: Sequence[AttentionLayer], sizes: BuilderSizes) -> LazyBuilder:
+        return LazyBuilder(*tensor_sizes(sizes))
 
 
 def test_trap_01_a_plan_made_at_first_use_is_in_every_graph_of_a_whole_step(

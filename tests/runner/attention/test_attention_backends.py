@@ -18,6 +18,7 @@ from slipstream.runner.attention import choice
 from slipstream.runner.attention.base import (
     AttentionBackend,
     AttentionLayer,
+    BuilderSizes,
     CommonAttentionMetadata,
     Rotary,
 )
@@ -199,7 +200,7 @@ def test_triton_metadata_equals_the_reference(
     turn = Rotary(torch.randint(0, 64, (6,)), table)
     turned = turn.rotate(query, key) if rotary else (query, key)
     expected, after = expected_of(GQA, common, (*turned, value, cache))
-    builder = TritonBackend().create_builder([GQA], 4, 3, 6, 64, torch.float32, CPU)
+    builder = TritonBackend().create_builder([GQA], BuilderSizes(4, 3, 6, 64, torch.float32, CPU))
     metadata = builder.build(common, full(3, 3))
     if rotary:
         if interpreted:  # one kernel, and not these two

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,10 @@ from slipstream.kernels.attention.store_kv import store_kv
 from slipstream.kernels.quant.e4m3 import E4M3
 from slipstream.kernels.quant.latent_pages import page_bytes
 from slipstream.runner.attention import choice, flash_mla_listed
-from slipstream.runner.attention.base import AttentionLayer
+from slipstream.runner.attention.base import (
+    AttentionLayer,
+    BuilderSizes,
+)
 from slipstream.runner.attention.flash_mla import FlashMLABackend
 from slipstream.runner.attention.flash_mla_listed import ListedBuilder, ListedPass
 from slipstream.runner.attention.fp8_layers import with_fp8_cache
@@ -151,10 +153,10 @@ def test_the_attention_equals_the_reference(
 
 
 class ListedBackend(ReferenceBackend):
-    def create_builder(  # type: ignore[override]
-        self, layers: Sequence[AttentionLayer], block_size: int, *args: Any
+    def create_builder(
+        self, layers: Sequence[AttentionLayer], sizes: BuilderSizes
     ) -> ListedBuilder:
-        return ListedBuilder(block_size, Schedule, decode)
+        return ListedBuilder(sizes.block_size, Schedule, decode)
 
 
 def test_a_model_of_real_rows_attends_by_it(

@@ -12,7 +12,10 @@ from torch import Tensor
 
 from slipstream.kernels.attention.compressed.pages import Pages, SlotList
 from slipstream.kernels.attention.compressed.sparse_attention import sparse_attention_reference
-from slipstream.runner.attention.base import AttentionLayer
+from slipstream.runner.attention.base import (
+    AttentionLayer,
+    BuilderSizes,
+)
 from slipstream.runner.attention.choice import UnusableBackend, choose_backend
 from slipstream.runner.attention.flash_mla import FlashMLABackend
 from slipstream.runner.attention.flash_mla_sparse import FlashSparseBuilder, joined_rows
@@ -42,10 +45,10 @@ def sparse_forward(
 
 
 class SparseBackend(ReferenceBackend):
-    def create_builder(  # type: ignore[override]
-        self, layers: Sequence[AttentionLayer], block_size: int, *args: Any
+    def create_builder(
+        self, layers: Sequence[AttentionLayer], sizes: BuilderSizes
     ) -> FlashSparseBuilder:
-        return FlashSparseBuilder(block_size, sparse_forward)
+        return FlashSparseBuilder(sizes.block_size, sparse_forward)
 
 
 def test_logits_equal_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from slipstream.runner.attention.base import (
     AttentionBuilder,
     AttentionLayer,
     AttentionMetadata,
+    BuilderSizes,
     CommonAttentionMetadata,
 )
 from slipstream.runner.attention.fp8_layers import with_fp8_cache
@@ -104,16 +105,9 @@ class BoastfulBackend(ReferenceBackend):
     name = "boastful"
 
     def create_builder(
-        self,
-        layers: Sequence[AttentionLayer],
-        block_size: int,
-        max_num_reqs: int,
-        max_num_tokens: int,
-        max_model_len: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, layers: Sequence[AttentionLayer], sizes: BuilderSizes
     ) -> ReferenceBuilder:
-        return BoastfulBuilder(block_size, layers[0].sliding_window, dtype)
+        return BoastfulBuilder(sizes.block_size, layers[0].sliding_window, sizes.dtype)
 
 
 @pytest.mark.parametrize(

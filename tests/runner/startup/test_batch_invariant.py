@@ -15,7 +15,10 @@ from slipstream.configs.schema import Config, GraphConfig, ParallelConfig, Specu
 from slipstream.kernels.linear.fixed import FixedChooser, tiles_for, unfit_layer
 from slipstream.kernels.linear.linear_choice import Fixed, Shape
 from slipstream.runner.attention import choice
-from slipstream.runner.attention.base import AttentionLayer
+from slipstream.runner.attention.base import (
+    AttentionLayer,
+    BuilderSizes,
+)
 from slipstream.runner.models.formats.weight_format import WeightFormat, resolve_format
 from slipstream.runner.models.registry import build_model
 from slipstream.runner.startup import batch_invariant
@@ -109,7 +112,7 @@ def test_a_gpu_gets_the_back_end_with_fixed_splits(monkeypatch: pytest.MonkeyPat
     )
     backend = choice.choose_backend("auto", [mla], CPU, True)
     assert (backend.name, backend.batch_invariant) == ("triton", True)
-    builder: Any = backend.create_builder([mla], 16, 4, 32, 128, torch.bfloat16, CPU)
+    builder: Any = backend.create_builder([mla], BuilderSizes(16, 4, 32, 128, torch.bfloat16, CPU))
     assert builder._fixed and builder._arrivals is None
     with pytest.raises(choice.UnusableBackend, match="--batch-invariant needs the back end triton"):
         choice.choose_backend("reference", [layer], CPU, True)
