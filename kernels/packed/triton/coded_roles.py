@@ -111,7 +111,12 @@ def produce(
             turn, num_rows, steps, part_steps, split_k, CONSUMERS
         )  # fmt: skip
         row = block * BLOCK_N
-        for step in range(early, count):
+        # If the outer loop set `early` to zero, Triton 3.6 would still begin each tile at its first
+        # value; see `tests/kernels/test_loop_bounds.py`.
+        first = 0
+        if turn == 0:
+            first = early
+        for step in range(first, count):
             slot, phase = fill % STAGES, (fill // STAGES) & 1
             at = (begin + step) * STEP
             mbarrier.wait(empty.index(slot), phase ^ 1)
@@ -123,7 +128,6 @@ def produce(
                 x_source, [m_start, at], full.index(slot), x_boxes.index(slot)
             )  # fmt: skip
             fill += 1
-        early = 0
 
 
 @gluon.jit
