@@ -210,7 +210,7 @@ def test_rows_that_hold_nan_or_allow_nothing_are_reported(temperature: float) ->
 
 
 def test_a_bad_word_does_not_begin_in_the_prompt() -> None:
-    """Neither its first token alone nor part of it: only output counts, drafts of a step included."""
+    """Only output counts as the beginning of a word, the drafts of a step included."""
     asked = SamplingParams(
         seed=0, max_tokens=9, temperature=0.0, bad_words_token_ids=[[7, 9], [2, 7, 4]]
     )
