@@ -8,9 +8,10 @@ states together do not fit the cache. With a log, each row has logged tokens of 
 absorb, and as many tokens as the log holds. Each entry is microseconds of a layer's
 `_step_kernel` alone, and the share of 4.24 TB/s at which its states are read once and written once.
 The line `layer` times the whole layer with the built-in plan: the step, then `_finish_rows_kernel`.
-A plan is named by values of a program, warps, registers, order of the grid and `cs` if states are
-marked as read once. A plan whose outputs or states differ from the reference's is printed as wrong.
-All kernels are compiled first, in parallel processes.
+A plan is named by values of a program, warps, registers, order of the grid, `cs` if states are
+marked as read once, and `once` if the tokens of a row do not wait for one another. A plan whose
+outputs or states differ from the reference's is printed as wrong. All kernels are compiled first,
+in parallel processes.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ SIZES = {
         *((64, 2, None), (128, 4, None), (32, 1, 200)),
     ),
 }
+AT_ONCE = ((32, 1, None), (32, 1, 200), (16, 1, None), (16, 1, 168), (32, 2, 168), (64, 2, None))
 VARIED = {0: ((32, 1, 200), (64, 4, 128)), 3: ((32, 1, None),)}
 
 
@@ -86,12 +88,14 @@ def plans(log: int) -> list[StepPlan]:
             replace(plan, streams=True),
             replace(plan, order=TILE_ROW_HEAD, streams=True),
         ]
+    if log > 1:
+        found += [StepPlan(*size, at_once=True) for size in AT_ONCE]
     return found
 
 
 def name_of(plan: StepPlan) -> str:
     sizes = f"{plan.block_v:3} x{plan.warps} {plan.registers or 'any':>3}"
-    return f"{sizes} {ORDERS[plan.order]}{' cs' if plan.streams else ''}"
+    return f"{sizes} {ORDERS[plan.order]}{' cs' if plan.streams else ''}{' once' * plan.at_once}"
 
 
 @dataclass

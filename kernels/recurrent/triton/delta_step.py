@@ -4,7 +4,7 @@ The kernel is bound by the bytes of the states, which it reads once and writes o
 how a state is cut into programs and in which order they run.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code=assignment
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from .delta_parts import conv_weights, convolved, gates_of, normed, row_fields
 # Orders of programs, the fastest index first.
 ROW_HEAD_TILE, TILE_HEAD_ROW, TILE_ROW_HEAD = 0, 1, 2
 _FEW_ROWS = 16
+_MOST_AT_ONCE = 4  # tokens; each has its own copy of the code
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class StepPlan:
     block_v: int = 32  # values of a program, in one head
     warps: int = 1
     registers: int | None = None  # at most, of a thread; with fewer of them, more programs fit
+    at_once: bool = False  # a row's tokens do not wait for one another, if the log holds few
     order: int = TILE_HEAD_ROW  # neighbours in memory are then neighbours in time
     streams: bool = False  # states are marked as read once and written once
 
@@ -53,6 +55,23 @@ def _advanced(state, query, key, value, decay, beta):
     change = beta * (value - decay * seen)
     output = decay * asked + tl.sum(query * key, 0) * change
     return decay * state + key[:, None] * change[None, :], output
+
+
+@triton.jit
+def _dots(vector, others, COUNT: tl.constexpr):
+    """The products of a vector with the first COUNT of others."""
+    found = ()
+    for j in tl.static_range(COUNT):
+        found = found + (tl.sum(vector * others[j], 0),)
+    return found
+
+
+@triton.jit
+def _corrected(seen, dots, changes, COUNT: tl.constexpr):
+    """What a state yields after its first COUNT changes: dots are the products with their keys."""
+    for j in tl.static_range(COUNT):
+        seen = seen + dots[j] * changes[j]
+    return seen
 
 
 @triton.jit(
@@ -85,6 +104,7 @@ def _step_kernel(
     BLOCK_V: tl.constexpr,
     ORDER: tl.constexpr,
     STREAMS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The tokens of a row in one head. States and logs are of earlier steps, so that logged tokens
@@ -176,7 +196,41 @@ def _step_kernel(
     v3 = tl.load(now + v_channel + v_at, mask=in_v & has_new, other=0.0)
     b = tl.load(now + b_channel, mask=has_new, other=0.0)
     a = tl.load(now + b_channel + HV, mask=has_new, other=0.0)
-    if LOG > 0:
+    if AT_ONCE:
+        # All tokens look at the state as it is now: `changes` [V] are what those before would have
+        # added to it, times their keys, decayed as far as the token.
+        ks, qs, vs = (k0, k1, k2, k3), (q0, q1, q2, q3), (v0, v1, v2, v3)
+        bs, decays = (b,), (a,)
+        for t in tl.static_range(1, LOG):
+            more = t < count
+            source = now + t * x_stride
+            qs = qs + (tl.load(source + q_channel + k_at, mask=in_k & more, other=0.0),)
+            ks = ks + (tl.load(source + k_channel + k_at, mask=in_k & more, other=0.0),)
+            vs = vs + (tl.load(source + v_channel + v_at, mask=in_v & more, other=0.0),)
+            bs = bs + (tl.load(source + b_channel, mask=more, other=0.0),)
+            decays = decays + (tl.load(source + b_channel + HV, mask=more, other=0.0),)
+        keys, changes, total = (), (), 1.0
+        for t in tl.static_range(LOG):
+            decay, beta = gates_of(decays[t], bs[t], rate, bias)
+            query = normed(
+                convolved(qs[t], qs[t + 1], qs[t + 2], qs[t + 3], q_w0, q_w1, q_w2, q_w3)
+            )
+            query = query * DK**-0.5
+            key = normed(convolved(ks[t], ks[t + 1], ks[t + 2], ks[t + 3], k_w0, k_w1, k_w2, k_w3))
+            value = convolved(vs[t], vs[t + 1], vs[t + 2], vs[t + 3], v_w0, v_w1, v_w2, v_w3)
+            factor = tl.exp(decay)
+            total = total * factor
+            decayed = ()
+            for j in tl.static_range(t):
+                decayed = decayed + (changes[j] * factor,)
+            seen = total * tl.sum(current * key[:, None], 0)
+            asked = total * tl.sum(current * query[:, None], 0)
+            seen = _corrected(seen, _dots(key, keys, t), decayed, t)
+            keys, changes = keys + (key,), decayed + (beta * (value - seen),)
+            asked = _corrected(asked, _dots(query, keys, t + 1), changes, t + 1)
+            has_token = in_v & (t < count)
+            tl.store(target + t * out_stride, asked.to(out.dtype.element_ty), mask=has_token)
+    elif LOG > 0:
         for t in range(count):
             now += x_stride
             more = t + 1 < count
@@ -259,6 +313,7 @@ def step_rows(
         BLOCK_V=block_v,
         ORDER=plan.order,
         STREAMS=plan.streams,
+        AT_ONCE=plan.at_once and 1 < rows.log <= _MOST_AT_ONCE,
         num_warps=plan.warps,
         maxnreg=plan.registers,
         **pdl_options(x),

@@ -89,13 +89,13 @@ def test_outputs_are_normed_and_gated(log: int, dtype: torch.dtype) -> None:
         )
 
 
-@pytest.mark.parametrize("log", [0, 2])
+@pytest.mark.parametrize("log", [0, 3])
 @pytest.mark.parametrize("order", [0, 1, 2])
 def test_plans_of_a_step_compute_the_same(
     log: int, order: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Orders of programs, narrower tiles, states that are marked as read once, and weights of the
-    convolution that are stored tap by tap."""
+    """Orders of programs, narrower tiles, tokens at once, states that are marked as read once, and
+    weights of the convolution that are stored tap by tap."""
     from slipstream.kernels.recurrent.triton import delta_step
     from slipstream.kernels.recurrent.triton.gated_delta import gated_delta, prepare_rows
 
@@ -104,13 +104,13 @@ def test_plans_of_a_step_compute_the_same(
     monkeypatch.setattr(
         delta_step,
         "plan_step",
-        lambda num_rows, log: delta_step.StepPlan(16, 1, None, order, streams=order > 0),
+        lambda num_rows, log: delta_step.StepPlan(16, 1, None, order > 0, order, streams=order > 0),
     )
     plain = Slots.make(3, log, shape)
     triton = Slots.make(3, log, shape, prepare=prepare_rows, kernel=gated_delta)
     taps = triton.weights.conv.t().contiguous()
     triton.weights = replace(triton.weights, conv=taps.t())
-    steps = random_steps(text, [2, 0], log, random.Random(1), [1, 2] if log else [1])
+    steps = random_steps(text, [2, 0], log, random.Random(1), [1, 2, 3] if log else [1])
     for (x, rows, padding), _ in steps:
         expected, got = (slots.run(x, rows, padding) for slots in (plain, triton))
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
