@@ -51,7 +51,7 @@ def _hopper_parts(
 ) -> Tensor | None:
     """The parts by the kernels of `hopper_experts`, if they can compute them."""
     weight = experts.gate_up
-    if x.is_cpu or x.shape[0] == 1 or not isinstance(weight, TiledWeight) or not weight.narrow:
+    if x.is_cpu or not isinstance(weight, TiledWeight) or not weight.narrow:
         return None
     from .grouped.triton import hopper_experts
 

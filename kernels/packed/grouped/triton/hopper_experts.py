@@ -8,6 +8,9 @@ multiply 64 weight rows each: while the tensor cores work for one group, others 
 
 What bounds `packed_experts` is not memory but instructions: for each weight of a tile of 64 rows it
 issues twice as many as this kernel, and its programs start with empty pipelines.
+
+With `Form.alternate`, consumers take turns in widening. Otherwise they do it at the same time, as a
+stage arrives for all of them, and the tensor cores wait meanwhile.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -29,11 +32,12 @@ from ....launch import hash_functions, pdl_options
 from ....linear.experts import PackedExperts
 from ....linear.triton.expert_rows import FEW, empty_parts, whole
 from ....quant.tiled import TiledWeight
-from .hopper_expert_roles import COLUMNS, ROWS, SWIZZLED, bring_rows, bring_words, multiply
+from .hopper_expert_roles import COLUMNS, SWIZZLED, bring_rows, bring_words, multiply
+from .hopper_expert_stores import ROWS
 from .sort_rows import arrange
 
 _FLAT = gl.constexpr(gl.NVMMASharedLayout(0, 32, 2))
-_MOST_ROWS = 16384  # of a step
+_LEAST_ROWS, _MOST_ROWS = 2, 16384  # of a step
 _ACTIVATIONS = ("silu", "clamped_swiglu")
 
 
@@ -166,7 +170,7 @@ def fits(x: Tensor, experts: PackedExperts) -> bool:
     both, count = (experts.gate_up, experts.down), experts.num_experts
     return (
         x.dtype == torch.bfloat16
-        and x.shape[0] <= _MOST_ROWS
+        and _LEAST_ROWS <= x.shape[0] <= _MOST_ROWS
         and count <= 128
         and experts.activation in _ACTIVATIONS
         and all(isinstance(own, TiledWeight) and own.factors is not None for own in both)
