@@ -188,7 +188,7 @@ def _numbers(words, scales):
         "=r,=r,=r,=r,r,r,r",
         [words, _factors(scales, 0), _factors(scales, 1)],
         dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
-        is_pure=True,
+        is_pure=False,
         pack=2,
     )
 
@@ -237,6 +237,8 @@ def _sums(
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
     HALVES: gl.constexpr = 2 if GATED else 1
+    # Only then there are registers for it.
+    AHEAD: gl.constexpr = CONSUMERS == 2 and BOXES <= 2 and not ALTERNATE
     EACH: gl.constexpr = BOXES * 16 // TOKENS
     x_tiles = x_pieces._reinterpret(
         gl.bfloat16, [X_STAGES * EACH, TOKENS, COLUMNS], SWIZZLED
@@ -256,11 +258,20 @@ def _sums(
             words, scales = _take(
                 w_tiles, s_tiles, w_full, w_empty, w_at + 1, PART, CONSUMERS, STAGES
             )  # fmt: skip
+        if GATED and AHEAD:  # widen while products are in flight
+            numbers = _operand(_numbers(words, scales), OPERAND)
+            # This barrier has passed already. Without the branch the assembler would move the
+            # numbers behind the wait for products.
+            mbarrier.wait(x_full.index(x_slot), x_phase)
             acc = warpgroup_mma_wait(0, deps=[flying])
-        flying = _add_stage(
-            last, words, scales, x_tile, turns, w_at + HALVES - 1, OPERAND, PART, CONSUMERS,
-            ALTERNATE,
-        )  # fmt: skip
+            flying = warpgroup_mma(numbers, x_tile.permute((1, 0)), last, is_async=True)
+        else:
+            if GATED:
+                acc = warpgroup_mma_wait(0, deps=[flying])
+            flying = _add_stage(
+                last, words, scales, x_tile, turns, w_at + HALVES - 1, OPERAND, PART, CONSUMERS,
+                ALTERNATE,
+            )  # fmt: skip
         if step + 1 < STEPS:
             words, scales = _take(
                 w_tiles, s_tiles, w_full, w_empty, w_at + HALVES, PART, CONSUMERS, STAGES
