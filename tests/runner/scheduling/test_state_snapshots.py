@@ -148,3 +148,16 @@ def test_what_two_requests_share_is_saved_where_they_part() -> None:
     made.land(request, known, 8, 16)
     assert made.shorten(request, known, 24, 30) == 24  # to 48, the last border
     assert made.shorten(made.admit(8, 0, 29), known, 8, 42) == 40  # the branch is saved already
+
+
+def test_a_request_that_leaves_its_blocks_gives_back_what_it_was_saving() -> None:
+    """Otherwise each abort in the middle of a saving would cost a block for ever."""
+    made, known = snapshots(), hashes()
+    kv = KVBlocks([BlockGroup(40, 4)], 64, 32, snapshots=made)
+    free = made.pool.num_free
+    blocks = kv.admit(kv.match(known, 20))
+    assert blocks.snapshots is not None
+    assert made.plan(blocks.snapshots, known, 0, 8) is not None
+    assert made.pool.num_free == free - 1
+    kv.release(blocks)
+    assert made.pool.num_free == free
