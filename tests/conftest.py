@@ -154,9 +154,11 @@ def let_torchs_logs_propagate() -> None:
 
 
 def freeze_imports() -> None:
-    """Exclude imported objects from garbage collection, since graph captures collect often."""
+    """Exclude imported objects from garbage collection, since graph captures collect often, and
+    let new ones cause it as seldom as in a worker."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
     gc.enable()
 
 

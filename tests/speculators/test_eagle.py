@@ -168,7 +168,7 @@ def test_boundaries_out_of_order_or_range_are_an_error() -> None:
 def test_what_is_taken_in_leaves_the_kv_of_a_whole_pass(target: Path, num_layers: int) -> None:
     """With one layer the MLP is skipped; a second layer would need it."""
     model = load(target)
-    config = LlamaConfig(**(model.config.to_dict() | {"num_hidden_layers": num_layers}))
+    config = LlamaConfig.from_pretrained(target, num_hidden_layers=num_layers)
     raw = config.to_dict() | {"target_hidden_size": 32}
     settings = read_draft_config(raw, True, 32, model.config.num_hidden_layers)
     head = Eagle3Head(settings, config, model.format, model, 64, 0)
@@ -196,7 +196,7 @@ def test_behind_the_last_attention_only_wanted_rows_are_computed(
     target: Path, num_layers: int, eagle3: bool
 ) -> None:
     model = load(target)
-    config = LlamaConfig(**(model.config.to_dict() | {"num_hidden_layers": num_layers}))
+    config = LlamaConfig.from_pretrained(target, num_hidden_layers=num_layers)
     raw = config.to_dict() | {"target_hidden_size": 32}
     settings = read_draft_config(raw, eagle3, 32, model.config.num_hidden_layers)
     kind = Eagle3Head if eagle3 else EagleHead

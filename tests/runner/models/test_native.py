@@ -99,8 +99,10 @@ def test_new_weights_are_used(model: Any) -> None:
 
 @pytest.mark.parametrize("norm_before_residual", [False, True])
 @pytest.mark.parametrize("num_layers", [1, 2])
-def test_eagle3_head_equals_torch(model: Any, num_layers: int, norm_before_residual: bool) -> None:
-    config = LlamaConfig(**(model.config.to_dict() | {"num_hidden_layers": num_layers}))
+def test_eagle3_head_equals_torch(
+    folder: Path, model: Any, num_layers: int, norm_before_residual: bool
+) -> None:
+    config = LlamaConfig.from_pretrained(folder, num_hidden_layers=num_layers)
     stated = {
         "target_hidden_size": 32,
         "norm_before_residual": norm_before_residual,
