@@ -198,8 +198,8 @@ def _add_stage(acc, words, scales, x_tile, turns, number, OPERAND: gl.constexpr,
                PART: gl.constexpr, CONSUMERS: gl.constexpr, ALTERNATE: gl.constexpr):  # fmt: skip
     """Start the products of a stage, whose words become numbers in registers.
 
-    ALTERNATE: consumers take turns in it, in a circle. Otherwise all widen at once, and then the
-    tensor cores work for all at once.
+    ALTERNATE: consumers take turns in it, in a circle. Otherwise all may widen at once, and then
+    the tensor cores work for all at once.
     """
     if ALTERNATE:  # the first consumer's first turn has come
         mbarrier.wait(turns.index(PART), (number & 1) ^ (1 if PART == 0 else 0))

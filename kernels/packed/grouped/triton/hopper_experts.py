@@ -6,11 +6,11 @@ scales into shared memory by the tensor memory accelerator, and another one rows
 ahead as there is memory. Three groups of four warps, the consumers, widen words in registers and
 multiply 64 weight rows each: while the tensor cores work for one group, others widen.
 
-What bounds `packed_experts` is not memory but instructions: for each weight of a tile of 64 rows it
-issues twice as many as this kernel, and its programs start with empty pipelines.
+A tile of words takes fewer instructions here than in `packed_experts`, and copies of the next tile
+begin before this one ends.
 
-With `Form.alternate`, consumers take turns in widening. Otherwise they do it at the same time, as a
-stage arrives for all of them, and the tensor cores wait meanwhile.
+With `Form.alternate`, consumers take turns in widening. Otherwise they may do it at the same time,
+as a stage arrives for all of them. Which is faster has not been measured.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
