@@ -24,7 +24,7 @@ from ...sampling.triton.sample import best_of_drawn_row, best_of_greedy_row, gum
 _BLOCK = 4096  # best tokens that the second kernel reads at once
 # (warps, limit of registers per thread, tiles) of a program that picks the best of a block of
 # logits. The kernel's time depends on how many threads registers allow on a multiprocessor.
-BEST_OF_BLOCK: tuple[int, int | None, int] = (8, 80, 1)
+BEST_OF_BLOCK: tuple[int, int | None, int] = (16, None, 4)
 
 
 @triton.jit

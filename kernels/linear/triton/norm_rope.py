@@ -16,7 +16,7 @@ from .rotation import load_parts, pairs, rotate_halves, turns_halves
 
 # The heads and warps of a program that rotates whole heads, see `rotate_halves`. None = another
 # kernel rotates these, too. Turned on it reads (32, 2).
-HALVES: tuple[int, int] | None = None
+HALVES: tuple[int, int] | None = (16, 4)
 
 
 @triton.jit(do_not_specialize=["num_rows", "inner"], do_not_specialize_on_alignment=["rows"])
