@@ -37,7 +37,7 @@ from .hopper_expert_stores import ROWS
 from .sort_rows import arrange
 
 _FLAT = gl.constexpr(gl.NVMMASharedLayout(0, 32, 2))
-_LEAST_ROWS, _MOST_ROWS = 2, 16384  # of a step
+_LEAST_ROWS, _MOST_ROWS = 1, 16384  # of a step
 _ACTIVATIONS = ("silu", "clamped_swiglu")
 
 
@@ -264,12 +264,10 @@ def multiply_sorted(
 def forms_of(num_rows: int, top_k: int, num_experts: int) -> tuple[Form, Form]:
     """The forms of both products."""
     if num_rows <= 16:
-        form = Form(16, 3, 6, 4)
-    elif num_rows * top_k <= 16 * num_experts:
-        form = Form(32, 3, 5, 3)
-    else:
-        form = Form(64, 2, 8, 2)
-    return form, form
+        return Form(16, 3, 6, 4), Form(16, 3, 6, 4)
+    if num_rows * top_k <= 16 * num_experts:
+        return Form(32, 2, 8, 3), Form(32, 3, 5, 3)
+    return Form(64, 2, 8, 2), Form(64, 2, 8, 2)
 
 
 hash_functions(globals())
