@@ -1,8 +1,8 @@
 """Which kernel computes a layer of 2 to 256 rows with fp8 weights if the checkpoint asks for 8-bit
 activations: the fastest ones measured, and a rule for other shapes.
 
-`USE_ROLES` turns on the kernel of `hopper_codes` for 33 to 256 rows on Hopper GPUs. It is off until
-it has been measured.
+On Hopper GPUs the kernel of `hopper_codes` multiplies 33 to 256 rows, if the weights have a scale
+for each row. With scales of blocks that kernel has not been measured.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..linear.linear_choice import Shape, bucket_of
 from ..quant.tiled import TiledWeight
 from .kinds import Codes, fits_codes, fits_roles, format_name, has_groups
 
-USE_ROLES = False  # whether 33 to 256 rows are multiplied by warps with roles
+USE_ROLES = True  # whether 33 to 256 rows are multiplied by warps with roles
 
 # With `USE_ROLES` on Hopper this table comes first, for 17 rows and more; None = a kernel without
 # roles. Layers of 33 rows and more that it does not name follow `_with_roles`.
@@ -50,7 +50,8 @@ def choose_coded(weight: TiledWeight, shape: Shape, num_rows: int) -> Codes | No
     if num_rows < 2 or bucket is None or not asks_for_codes(weight):
         return None
     key = format_name(weight), shape, bucket
-    if USE_ROLES and bucket >= 32 and is_hopper(weight):
+    measured = key in _ROLES or not has_groups(weight)
+    if USE_ROLES and measured and bucket >= 32 and is_hopper(weight):
         choice = _ROLES.get(key, _with_roles(shape, bucket, has_groups(weight)))
         if choice is not None and fits_roles(weight, shape.role, choice.block_n):
             return choice

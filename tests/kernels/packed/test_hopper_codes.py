@@ -145,7 +145,7 @@ def test_norms_sum_parts_of_16_bits_in_float32(dtype: torch.dtype) -> None:
         assert all(torch.equal(*pair) for pair in zip(got, exact, strict=True))
 
 
-def test_it_is_chosen_on_hopper_where_it_is_turned_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_chosen_on_hopper_for_scales_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = {role: Shape(role, 4096, 4096) for role in ("qkv", "o", "down")}
     layers["gate_up"] = Shape("gate_up", 28672, 4096)
     made_of = {"kind": "fp8", "activations": "fp8-token", "row_group": 1, "order": None}
@@ -159,12 +159,16 @@ def test_it_is_chosen_on_hopper_where_it_is_turned_on(monkeypatch: pytest.Monkey
         card = SimpleNamespace(capability=(major, 0))
         monkeypatch.setattr(coded_choice, "card_of", lambda device: card)
 
+    on(10)
     before = {(role, rows): chosen(role, rows) for role in layers for rows in (16, 40, 128, 256)}
     assert not any(choice is not None and choice.roles for choice in before.values())
-    monkeypatch.setattr(coded_choice, "USE_ROLES", True)
-    on(10)
-    assert before == {(role, rows): chosen(role, rows) for role, rows in before}
+    monkeypatch.setattr(coded_choice, "USE_ROLES", False)
     on(9)
+    assert before == {(role, rows): chosen(role, rows) for role, rows in before}
+    monkeypatch.setattr(coded_choice, "USE_ROLES", True)
+    weight.group = weight.row_group = 128
+    assert not any(getattr(chosen(role, rows), "roles", 0) for role, rows in before)
+    weight.group, weight.row_group = 4096, 1
     measured = replace(TILE, narrow=1)
     table = {("fp8", layers["o"], 32): measured, ("fp8", layers["o"], 64): None}
     monkeypatch.setattr(coded_choice, "_ROLES", table)
