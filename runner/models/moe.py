@@ -25,7 +25,7 @@ from ...kernels.linear.moe import (
 from ...kernels.packed.experts import packed_expert_parts, packed_experts
 from ..errors import ModelLoadError
 from ..parallel.ranks import Cut, stacked
-from .formats.expert_stack import ExpertStack, experts_of
+from .formats.expert_stack import ExpertStack, choose_form, experts_of
 from .layers import CheckpointSlot, RMSNorm, WeightFormat, tensor_slot
 from .llama import FeedForward
 
@@ -193,6 +193,7 @@ class Experts(DividedExperts):
         self.activation, self.limit, self.names = activation, limit, names
         self.gate_up = ExpertStack(self.count, 2 * self.size, hidden, fmt)
         self.down = ExpertStack(self.count, hidden, self.size, fmt)
+        choose_form(self.gate_up, self.down, activation)
 
     @property
     def weights(self) -> ExpertWeights | PackedExperts | NativeExperts:

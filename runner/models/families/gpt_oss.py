@@ -23,12 +23,13 @@ from ....kernels.quant.packed import PackedWeight
 from ....kernels.quant.part import columns_of
 from ...errors import ModelLoadError
 from ...parallel.ranks import Cut
-from ..formats.expert_stack import ExpertStack, experts_of, is_narrow
+from ..formats.expert_stack import ExpertStack, choose_form, experts_of
 from ..layers import CheckpointSlot, WeightFormat, tensor_slot
 from ..llama import Attention, DecoderLayer, FeedForward, LlamaModel
 from ..moe import Chosen, DividedExperts, RoutedMLP, Router
 from ..sharded import split_tensor
 
+_ACTIVATION = "clamped_swiglu"
 _GROUP = 32  # numbers that share a scale
 _SPAN = 256  # columns of a span of words, see `kernels.quant.tiled`
 _RANDOM_SCALE = 120  # of random weights: 2 ** -7
@@ -74,6 +75,7 @@ class GptOssExperts(DividedExperts):
         self.features = self.share or Cut(0, 0, size)  # of an expert, on this rank
         self.gate_up = ExpertStack(self.count, 2 * self.size, hidden, fmt)
         self.down = ExpertStack(self.count, hidden, self.size, fmt)
+        choose_form(self.gate_up, self.down, _ACTIVATION)
         for name, stack in (("gate_up", self.gate_up), ("down", self.down)):
             bias = torch.empty(self.count, stack.rows, dtype=fmt.dtype, device=fmt.device)
             self.register_buffer(f"{name}_bias", bias)
@@ -84,7 +86,7 @@ class GptOssExperts(DividedExperts):
 
     @property
     def weights(self) -> ExpertWeights | PackedExperts | NativeExperts:
-        rule = {"activation": "clamped_swiglu", "alpha": self.alpha, "limit": self.limit}
+        rule = {"activation": _ACTIVATION, "alpha": self.alpha, "limit": self.limit}
         biases = {"gate_up_bias": self.gate_up_bias, "down_bias": self.down_bias}
         return experts_of(self.gate_up, self.down, **biases, **rule)
 
@@ -168,7 +170,7 @@ def _bytes_of(stack: ExpertStack) -> int | None:
         return None
     groups = -(-stack.columns // _GROUP)
     span, factors = _SPAN, 0
-    if is_narrow(stack.rows, stack.format.device):
+    if stack.narrow:
         span, factors = 64, -(-groups // 8) * 8
     words = -(-stack.columns // span) * span // 2
     return stack.count * stack.rows * (words + groups + factors)

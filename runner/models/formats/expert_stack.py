@@ -16,6 +16,7 @@ from ....kernels.cpu.matrix import Matrix
 from ....kernels.cpu.weight import QuantizedWeight, pack_any
 from ....kernels.device import card_of, is_card
 from ....kernels.linear.experts import ExpertWeights, PackedExperts
+from ....kernels.packed.experts import can_group
 from ....kernels.quant.packed import PackedWeight
 from ....kernels.quant.stack import empty_stack, fill_rows
 from ....kernels.quant.tiled import TiledWeight, Weight, has_kernels, prepare
@@ -28,13 +29,11 @@ from .weight_format import WeightFormat
 NARROW: bool | None = None
 
 
-def is_narrow(rows: int, device: torch.device) -> bool:
-    """Whether a stack of matrices of `rows` rows has the form for Hopper GPUs."""
-    wanted = NARROW
-    if wanted is None:
-        card = card_of(device)
-        wanted = card is not None and card.capability == (9, 0)
-    return wanted and rows % 64 == 0
+def _wants_narrow(device: torch.device) -> bool:
+    if NARROW is not None:
+        return NARROW
+    card = card_of(device)
+    return card is not None and card.capability == (9, 0)
 
 
 class ExpertStack(nn.Module):
@@ -55,6 +54,7 @@ class ExpertStack(nn.Module):
         self._matrices: list[Matrix] = []
         self._form: tuple[object, ...] = ()  # of the parts of a quantised weight
         self.expected_bytes: int | None = None  # of the weights, if known before they arrive
+        self.narrow = False  # whether "mxfp4" gets the form for Hopper GPUs, see `choose_form`
         self._lock = threading.Lock()  # guards what loading threads change
         self.register_buffer("weight", None if fmt.packed or fmt.native else self._empty())
 
@@ -120,7 +120,7 @@ class ExpertStack(nn.Module):
         assert not isinstance(part, StoredRows)
         if part.device.type == "meta" and (self.packed is not None or self.weight is not None):
             return  # of thousands of parts, the first has the outline
-        kept = self._kept(part, row % 64 == 0 and is_narrow(self.rows, self.format.device))
+        kept = self._kept(part, self.narrow)
         if isinstance(kept, Tensor):
             with self._lock:
                 self._widen()
@@ -159,6 +159,14 @@ class ExpertStack(nn.Module):
         made = prepare(part, narrow)
         in_spans = isinstance(made, TiledWeight) and made.narrow
         return (*part.form, part.row_group, in_spans), made
+
+
+def choose_form(gate_up: ExpertStack, down: ExpertStack, activation: str) -> None:
+    """Give both stacks the form for Hopper GPUs if the kernels that read it can compute these
+    experts; for other kernels it would only be larger. To be called before weights arrive."""
+    sizes = down.count, down.rows, gate_up.rows // 2
+    narrow = _wants_narrow(down.format.device) and can_group(*sizes, activation)
+    gate_up.narrow = down.narrow = narrow
 
 
 def experts_of(

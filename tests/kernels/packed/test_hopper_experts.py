@@ -18,6 +18,9 @@ from slipstream.kernels.linear.moe import run_experts_reference
 from slipstream.kernels.quant import tiled
 from slipstream.kernels.quant.stack import empty_stack, fill_rows
 from slipstream.kernels.quant.tiled import FP4_FIELDS, FP4_SIGNS, TiledWeight, tile
+from slipstream.runner.models.formats import expert_stack
+from slipstream.runner.models.formats.expert_stack import ExpertStack, choose_form
+from slipstream.runner.models.formats.weight_format import WeightFormat
 
 from ..gluon_threads import ThreadedKernel
 from ..quant.random_weights import random_weight
@@ -191,6 +194,29 @@ def test_narrow_spans_give_the_same_experts(rows: int, tma: bool) -> None:
     expected = run_experts_reference(x.float(), wide, weights, ids)
     got = expert_parts(x, experts, weights, ids.int(), tma=tma)
     assert float((got.sum(0) - expected).norm() / expected.norm()) < 6e-3
+
+
+@pytest.mark.parametrize(
+    ("count", "inner", "activation", "expected"),
+    [
+        (128, 192, "silu", True),
+        (129, 192, "silu", False),
+        (2, 96, "clamped_swiglu", False),  # as half of gpt-oss's 2880 features
+        (2, 192, "limited_silu", False),
+    ],
+)
+def test_experts_of_other_forms_get_no_factors(
+    count: int, inner: int, activation: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expert_stack, "NARROW", True)
+    monkeypatch.setenv("SLIPSTREAM_TRITON", "1")  # codes become words
+    fmt = WeightFormat(torch.device("cpu"), torch.bfloat16, packed=True)
+    gate_up, down = (ExpertStack(count, *size, fmt) for size in ((2 * inner, 64), (64, inner)))
+    choose_form(gate_up, down, activation)
+    for stack in (gate_up, down):
+        stack.take(0, 0, random_weight("mxfp4", stack.rows, stack.columns, seed=1))
+        assert stack.packed is not None and isinstance(stack.packed.weight, TiledWeight)
+        assert (stack.packed.weight.factors is not None) == expected
 
 
 def test_only_usual_scales_become_factors() -> None:

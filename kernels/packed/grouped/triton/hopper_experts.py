@@ -32,13 +32,13 @@ from ....launch import hash_functions, pdl_options
 from ....linear.experts import PackedExperts
 from ....linear.triton.expert_rows import FEW, empty_parts, whole
 from ....quant.tiled import TiledWeight
+from ...experts import can_group
 from .hopper_expert_roles import COLUMNS, SWIZZLED, bring_rows, bring_words, multiply
 from .hopper_expert_stores import ROWS
 from .sort_rows import arrange
 
 _FLAT = gl.constexpr(gl.NVMMASharedLayout(0, 32, 2))
 _LEAST_ROWS, _MOST_ROWS = 1, 16384  # of a step
-_ACTIVATIONS = ("silu", "clamped_swiglu")
 
 
 @dataclass(frozen=True)
@@ -168,14 +168,12 @@ def _hopper_experts_kernel(
 def fits(x: Tensor, experts: PackedExperts) -> bool:
     """Whether the kernels can run: for rows of bfloat16 and matrices with `factors`."""
     both, count = (experts.gate_up, experts.down), experts.num_experts
+    rows = [own.shape[0] for own in both]
     return (
         x.dtype == torch.bfloat16
         and _LEAST_ROWS <= x.shape[0] <= _MOST_ROWS
-        and count <= 128
-        and experts.activation in _ACTIVATIONS
         and all(isinstance(own, TiledWeight) and own.factors is not None for own in both)
-        and experts.gate_up.shape[0] % (2 * count * ROWS.value) == 0
-        and experts.down.shape[0] % (count * ROWS.value) == 0
+        and can_group(count, rows[1] // count, rows[0] // (2 * count), experts.activation)
     )
 
 
