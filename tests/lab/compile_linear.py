@@ -41,7 +41,8 @@ t = base.t
 
 def compile_and_keep(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
     kernel = base.compile_instead(self, *args, grid=grid, warmup=warmup, **kwargs)
-    kernels.append(kernel)
+    if kernel is not None:
+        kernels.append(kernel)
     return kernel
 
 

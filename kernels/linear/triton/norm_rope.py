@@ -15,7 +15,7 @@ from ..rotation import Rotation
 from .rotation import load_parts, pairs, rotate_halves, turns_halves
 
 # The heads and warps of a program that rotates whole heads, see `rotate_halves`. None = another
-# kernel rotates these, too. Turned on it reads (32, 2).
+# kernel rotates these, too.
 HALVES: tuple[int, int] | None = (16, 4)
 
 
