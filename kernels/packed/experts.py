@@ -10,16 +10,6 @@ from ..linear.experts import PackedExperts
 from ..linear.moe import run_experts_reference
 from ..quant.tiled import TiledWeight
 
-_MOST_GROUPED = 128  # experts of a layer that `hopper_experts` knows
-_GROUPED = ("silu", "clamped_swiglu")  # their activations
-
-
-def can_group(count: int, hidden: int, inner: int, activation: str) -> bool:
-    """Whether `hopper_experts` can compute `count` experts with these sizes. If it cannot, their
-    matrices need no factors."""
-    whole = hidden % 64 == 0 and inner % 64 == 0  # tiles of one matrix alone
-    return whole and count <= _MOST_GROUPED and activation in _GROUPED
-
 
 def packed_experts(
     x: Tensor, experts: PackedExperts, weights: Tensor, ids: Tensor, absent: bool = False

@@ -10,6 +10,8 @@ from ..quant.tiled import TiledWeight
 from .coding import SPAN, Coding
 
 WIDTH = 64  # columns of a slice that the kernel of `Row` knows
+_MOST_GROUPED = 128  # experts of a layer that `hopper_experts` knows
+_GROUPED = ("silu", "clamped_swiglu")  # their activations
 # What a kernel makes of a product: the value of MODE.
 PLAIN = 0
 PARTS = 1  # float32 parts [S, M, N]
@@ -129,6 +131,13 @@ def codes_output(choice: Codes, mode: int, coding: Coding) -> bool:
     """Whether a kernel can write what it computes as coded rows: of a gated layer, if a program has
     a whole group."""
     return mode == GATE_UP and coding.by_group and choice.block_n == SPAN
+
+
+def can_group(count: int, hidden: int, inner: int, activation: str) -> bool:
+    """Whether `hopper_experts` can compute `count` experts with these sizes. If it cannot, their
+    matrices need no factors."""
+    whole = hidden % 64 == 0 and inner % 64 == 0  # tiles of one matrix alone
+    return whole and count <= _MOST_GROUPED and activation in _GROUPED
 
 
 def has_groups(weight: TiledWeight) -> bool:

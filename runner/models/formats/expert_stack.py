@@ -16,7 +16,7 @@ from ....kernels.cpu.matrix import Matrix
 from ....kernels.cpu.weight import QuantizedWeight, pack_any
 from ....kernels.device import card_of, is_card
 from ....kernels.linear.experts import ExpertWeights, PackedExperts
-from ....kernels.packed.experts import can_group
+from ....kernels.packed.kinds import can_group
 from ....kernels.quant.packed import PackedWeight
 from ....kernels.quant.stack import empty_stack, fill_rows
 from ....kernels.quant.tiled import TiledWeight, Weight, has_kernels, prepare

@@ -32,7 +32,7 @@ from ....launch import hash_functions, pdl_options
 from ....linear.experts import PackedExperts
 from ....linear.triton.expert_rows import FEW, empty_parts, whole
 from ....quant.tiled import TiledWeight
-from ...experts import can_group
+from ...kinds import can_group
 from .hopper_expert_roles import COLUMNS, SWIZZLED, bring_rows, bring_words, multiply
 from .hopper_expert_stores import ROWS
 from .sort_rows import arrange
