@@ -153,10 +153,6 @@ def rotary_attention() -> None:
         plan = replace(plan, early=dim == 128, heads_first=queries > 1)
         run = base.module("rotary_attention").rotary_attention
         run(*sections, rotation, cache, rows, rule, plan)
-        if (dim, parts, queries) == (128, 0, 1):
-            tile = {"block_n": 32, "num_stages": 4, "num_warps": 2, "rows": 16, "ahead": True}
-            unit = {"extras": 1.0, "unit_bits": 8, "last_sums": 4, "registers": None}
-            run(*sections, rotation, cache, rows, rule, replace(plan, splits=1, **tile, **unit))
 
 
 def of_many_rows() -> None:

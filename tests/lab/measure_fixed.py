@@ -19,7 +19,6 @@ from torch import Tensor
 
 from slipstream.kernels.attention.paged_attention import paged_attention
 from slipstream.kernels.attention.paged_rows import AttentionRule, PagedRows
-from slipstream.kernels.attention.triton import fixed_splits
 from slipstream.kernels.linear.fixed import tiles_for
 from slipstream.kernels.linear.linear import gated_linear, linear
 from slipstream.kernels.linear.linear_choice import Fixed, Shape
@@ -105,8 +104,7 @@ def measure_linear() -> None:
 
 def measure_attention() -> None:
     rule = AttentionRule(scale=128**-0.5)
-    forms, in_use = ((False, 2), (True, 2), (True, 3)), fixed_splits.AHEAD
-    print("requests query_len keys ordinary", *(f"fixed{form}" for form in forms), "equal")
+    print("requests query_len keys ordinary fixed")
     sizes = itertools.product((1, 8, 32, 64), (1, 4), (300, 3500))
     for requests, query_len, keys in [*sizes, (1, 2048, 2048), (4, 2048, 2048)]:
         pages = 256
@@ -116,17 +114,13 @@ def measure_attention() -> None:
         lens = torch.full((requests,), keys, device=CUDA, dtype=torch.int32)
         slots = torch.empty(0, dtype=torch.int64, device=CUDA)
         query = torch.randn(requests * query_len, 32, 128, device=CUDA, dtype=BF16)
-        times, found = [], []
-        for form in (None, *forms):
-            rows = PagedRows(table, starts, lens, query_len, slots, fixed=form is not None)
-            fixed_splits.AHEAD = form or in_use
-            found.append(paged_attention(query, cache, rows, rule))
+        times = []
+        for fixed in (False, True):
+            rows = PagedRows(table, starts, lens, query_len, slots, fixed=fixed)
             times.append(
                 microseconds(lambda _, r=rows: paged_attention(query, cache, r, rule), 4)  # type: ignore[misc] # noqa: B023
             )
-        equal = all(torch.equal(found[1], other) for other in found[2:])
-        print(requests, query_len, keys, *(f"{time:.1f}" for time in times), equal, flush=True)
-    fixed_splits.AHEAD = in_use
+        print(requests, query_len, keys, *(f"{time:.1f}" for time in times), flush=True)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from threading import Timer
 from typing import Any
@@ -56,9 +55,9 @@ BF16 = torch.bfloat16
 LAYERS = 2  # of different weights, 0.45 GB each: far more than the cache
 ROWS = (8, 16, 32, 64, 128, 256)
 MORE_FORMS = {
-    16: (Form(16, 2, 8, 4), Form(16, 2, 8, 4, True)),
-    32: (Form(16, 3, 6, 4, True), Form(32, 2, 8, 3), Form(32, 2, 8, 3, True)),
-    64: (Form(32, 3, 5, 3, True), Form(64, 2, 6, 2, True)),
+    16: (Form(16, 2, 8, 4),),
+    32: (Form(16, 3, 6, 4), Form(32, 2, 8, 3)),
+    64: (Form(32, 3, 5, 3), Form(64, 2, 6, 2)),
 }
 SECONDS_OF_SILENCE = 20.0
 
@@ -66,9 +65,7 @@ SECONDS_OF_SILENCE = 20.0
 def forms(rows: int, more: bool) -> list[Form]:
     """The forms to measure, first the one that is chosen."""
     first = forms_of(rows, TOP_K, EXPERTS)[0]
-    others = (replace(first, alternate=not first.alternate),)
-    if more:
-        others += MORE_FORMS[first.block_m]
+    others = MORE_FORMS[first.block_m] if more else ()
     return [first, *(form for form in others if form != first)]
 
 
@@ -153,8 +150,7 @@ def variants(rows: int, more: bool) -> Iterator[tuple[str, Form | None]]:
     yield "wide", None
     yield "narrow", None
     for form in forms(rows, more):
-        turns = " turns" * form.alternate
-        yield f"{form.block_m} {form.consumers} {form.stages} {form.x_stages}{turns}", form
+        yield f"{form.block_m} {form.consumers} {form.stages} {form.x_stages}", form
 
 
 def compile_all(args: argparse.Namespace) -> None:

@@ -3,8 +3,7 @@
 `PYTHONPATH=.src:tests/lab python tests/lab/measure_ragged.py` prints microseconds for a layer of
 Llama-8B's shape by form of the launch and number of requests. "even" contexts have the same length,
 "chat" ones the lengths of requests that decode under `closed_loop.py`. A form is named by its keys
-of a tile, stages and warps; "u256+1" are units of 256 keys with one program more for each request
-(see `split_sums.py`). `--help` lists other shapes and cases.
+of a tile, stages and warps. `--help` lists other shapes and cases.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
-from typing import Any
 
 import torch
 from linear_tune import time_in_graph
@@ -57,7 +55,7 @@ class Shape:
         """The plan in use for requests with `width` new tokens each."""
         sizes = (self.kv_heads, self.heads // self.kv_heads, self.dim, width, NUM_BLOCKS * PAGE)
         args = (num_reqs, num_reqs * width, *sizes, num_processors(CUDA))
-        return plan_launch(*args, window=self.window)
+        return plan_launch(*args)
 
 
 SHAPES = {
@@ -69,56 +67,27 @@ SHAPES = {
 TILES = {  # keys of a tile, stages, warps, register limit, rows (0: those in use)
     "16,4,1": (16, 4, 1, None, 0),
     "16,4,1r": (16, 4, 1, None, 16),
-    "16,6,1": (16, 6, 1, None, 0),
-    "32,3,1r": (32, 3, 1, None, 16),
-    "32,4,2r": (32, 4, 2, None, 16),
-    "64,3,2r": (64, 3, 2, None, 16),
     "64,2,4": (64, 2, 4, 128, 0),
-    "64,3,4": (64, 3, 4, None, 0),
 }
 SMALL_TILES = {  # for heads of 64 values
     "32,3,1": (32, 3, 1, None, 0),
-    "32,4,1r": (32, 4, 1, None, 16),
-    "64,3,1r": (64, 3, 1, None, 16),
     "64,3,2r": (64, 3, 2, None, 16),
-    "64,4,2r": (64, 4, 2, None, 16),
     "128,3,4": (128, 3, 4, None, 0),
 }
-UNITS = [(name, 8, 1.0) for name in TILES]
-UNITS += [
-    (name, *more) for name in ("16,4,1", "32,4,2r", "64,3,4") for more in ((9, 1.0), (8, 2.0))
-]
-UNITS += [("32,4,2r", 7, 2.0)]
 
 
 def forms(base: Launch, is_small: bool) -> Iterator[tuple[str, Launch]]:
-    """The plan in use and others, by name; `is_small`: heads of 64 values."""
+    """The plan in use and others without splits, by name; `is_small`: heads of 64 values."""
     yield "in use", base
     if base.block_m != 16:
         return
-
-    def tiled(name: str, **changes: Any) -> Launch:
-        block_n, stages, warps, registers, rows = (SMALL_TILES if is_small else TILES)[name]
-        return replace(
+    for name, (block_n, stages, warps, registers, rows) in (
+        SMALL_TILES if is_small else TILES
+    ).items():
+        yield name, replace(
             base, block_n=block_n, num_stages=stages, num_warps=warps, registers=registers,
-            rows=rows or base.rows, splits=1, last_sums=0, least_keys=1, alone=0, extras=0,
-            **changes,
+            rows=rows or base.rows, splits=1, last_sums=0, least_keys=1, alone=0,
         )  # fmt: skip
-
-    if is_small:
-        for name in SMALL_TILES:
-            yield f"{name} ahead", tiled(name, ahead=True)
-            plan = replace(tiled(name, ahead=True), unit_bits=8, extras=1.0)
-            yield f"u256+1 {name}", replace(plan, last_sums=base.rows)
-        return
-    yield "12f4ee0's one warp", tiled("16,4,1", ahead=False)
-    yield "16,4,1 ahead", tiled("16,4,1", ahead=True)
-    yield "in use, 3 stages, ahead", replace(base, ahead=True, num_stages=3, extras=0)
-    for name, bits, extras in UNITS:
-        plan = replace(tiled(name, ahead=True), unit_bits=bits, extras=extras)
-        yield f"u{1 << bits}+{extras:.0f} {name}", replace(plan, last_sums=base.rows)
-    plan = replace(tiled("32,4,2r", ahead=True, early=True), unit_bits=8, extras=1.0)
-    yield "u256+1 32,4,2r early", replace(plan, last_sums=base.rows)
 
 
 def chat_lengths(count: int) -> list[int]:
@@ -328,7 +297,7 @@ def main() -> None:
     if args.prompts:
         prompts_beside(shape)
         return
-    sizes = [(drafts + 1, index) for index in range(24) for drafts in args.drafts]
+    sizes = [(drafts + 1, index) for index in range(4) for drafts in args.drafts]
     jobs = [(args.shape, width, index, args.counts) for width, index in sizes]
     with ProcessPoolExecutor(12, get_context("spawn")) as pool:
         list(pool.map(compile_form, jobs))

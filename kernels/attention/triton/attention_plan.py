@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -51,54 +51,6 @@ class Launch:
     rows: int = 0  # the rows of block_m that are used; a power of two
     early: bool = False  # prefetch the first keys into L2 before the inputs are ready
     only_long: bool = False  # splits are for long contexts; a kernel that splits all has none
-    ahead: bool = False  # read the pages of a tile one tile earlier; see `attend_keys`
-    # If not 0, splits are units; see `split_sums`. Programs beyond the first of each request, for
-    # each request.
-    extras: float = 0
-    unit_bits: int = 0
-
-
-@dataclass(frozen=True)
-class Units:
-    """Tiles and units of launches whose programs fill the GPU; see `split_sums`."""
-
-    least: float  # programs of a multiprocessor, from which on it is chosen
-    block_n: int
-    num_stages: int
-    num_warps: int
-    unit_bits: int
-    extras: float
-    all_rows: bool  # the program makes all rows of a tile, and keeps them in shared memory
-    registers: int | None = None
-
-    def apply(self, launch: Launch, max_keys: int) -> Launch:
-        """The launch with these tiles; with units if contexts may have more than one."""
-        few = 2 * max_keys <= 3 << self.unit_bits
-        return replace(
-            launch,
-            block_n=self.block_n,
-            num_stages=self.num_stages,
-            num_warps=self.num_warps,
-            registers=self.registers,
-            ahead=True,
-            splits=1,
-            least_keys=1,
-            alone=0,
-            extras=0 if few else self.extras,
-            unit_bits=0 if few else self.unit_bits,
-            last_sums=0 if few else launch.rows,
-            rows=launch.block_m if self.all_rows else launch.rows,
-            only_long=True,
-        )
-
-
-# By size of heads; the last whose `least` is reached is chosen. A `least` must be twice the one
-# before it, or `dry_start` would not compile every kernel. None is in use until
-# `tests/lab/measure_ragged.py` has measured them on a GPU.
-UNITS: dict[int, tuple[Units, ...]] = {}
-# Stages of other launches for tiles of 16 rows that read the pages of a tile one tile earlier; None
-# if they do not.
-AHEAD_STAGES: int | None = None
 
 
 @cache_by_device
@@ -182,11 +134,8 @@ def plan_launch(
     max_keys: int,
     num_processors: int,
     element_size: int = 2,
-    window: int | None = None,
 ) -> Launch:
     """Choose tile sizes and the number of KV splits for a launch with these shapes.
-
-    Only units depend on the `window`, the most keys of a context that a layer reads.
 
     Each variant of the main kernel is chosen for a range of programs that at least doubles, so
     `dry_start` compiles all variants by trying powers of two of requests.
@@ -218,7 +167,7 @@ def plan_launch(
         least_keys, alone = _LONG // 2, _LONG
     can_sum = fused and splits > 1 and values <= _LAST_SUMS_VALUES
     last_sums = own if can_sum and (programs >= _FEW or dim <= 64) else 0
-    launch = Launch(
+    return Launch(
         block_m,
         block_q,
         heads,
@@ -237,12 +186,6 @@ def plan_launch(
         early=fused and 2 * programs <= num_processors,
         only_long=only_long,
     )
-    if fused and block_m == 16 and element_size == 2 and values <= _LAST_SUMS_VALUES:
-        if AHEAD_STAGES is not None:
-            launch = replace(launch, ahead=True, num_stages=AHEAD_STAGES)
-        chosen = [u for u in UNITS.get(dim, ()) if programs >= u.least * num_processors]
-        return chosen[-1].apply(launch, window or max_keys) if chosen else launch
-    return launch
 
 
 def plan_for(query: Tensor, kv_cache: Tensor, rows: PagedRows, rule: AttentionRule) -> Launch:
@@ -260,5 +203,4 @@ def plan_for(query: Tensor, kv_cache: Tensor, rows: PagedRows, rule: AttentionRu
         rows.block_table.shape[1] * page,
         num_processors(query.device),
         rule.dtype_of(kv_cache).itemsize,
-        rule.sliding_window,
     )

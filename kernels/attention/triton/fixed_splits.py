@@ -20,16 +20,13 @@ from ...launch import hash_functions, pdl_options, wait_for_inputs
 from ..paged_rows import AttentionRule, PagedRows
 from .attention_plan import num_processors
 from .online_softmax import LOG2E
-from .paged_keys import absorb_tile, latent_arguments, paged_arguments, pages_of_keys
+from .paged_keys import absorb_tile, latent_arguments, paged_arguments
 from .prefill import find_request
 
 BLOCK_M = 64  # query rows of a program, tokens times heads: one instruction of a Hopper tensor core
 _LEAST_SPLIT = 256  # keys
 _MOST_SPLITS = 16
 _MOST_PARTIAL_BYTES = 64 << 20
-# Whether pages are read a tile ahead, so that keys and values of `num_stages` - 1 tiles are in
-# flight (see `attend_keys`); and the stages. The bits are the same. `measure_fixed.py` compares.
-AHEAD: tuple[bool, int] = (False, 2)
 
 
 def keys_of_split(max_keys: int) -> int:
@@ -108,7 +105,6 @@ def _fixed_kernel(
     BLOCK_N: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
     ALONE: tl.constexpr,  # a program takes all splits of its rows
-    AHEAD: tl.constexpr,  # the pages of a tile are read one tile earlier
     WINDOW: tl.constexpr,  # 0 = none
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
@@ -177,19 +173,12 @@ def _fixed_kernel(
         own_total = tl.zeros([BLOCK_M], tl.float32)
         own_acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
         first_key = tl.maximum(split * SPLIT_KEYS, low)
-        if AHEAD:
-            next_page = pages_of_keys(table, first_key, high, PAGE, BLOCK_N)
         for key_start in range(first_key, tl.minimum(high, (split + 1) * SPLIT_KEYS), BLOCK_N):
-            if AHEAD:
-                page = next_page
-                next_page = pages_of_keys(table, key_start + BLOCK_N, high, PAGE, BLOCK_N)
-            else:
-                page = pages_of_keys(table, key_start, high, PAGE, BLOCK_N)
             own_top, own_total, own_acc = absorb_tile(
                 (own_top, own_total, own_acc), q, q_rest, position,
                 (key_cache, value_cache, k_stride_b, k_stride_t, k_stride_h,
                  v_stride_b, v_stride_t, v_stride_h),
-                page, kv_head, key_start, first_visible, high, scale, softcap, DIMS, FORM,
+                table, kv_head, key_start, first_visible, high, scale, softcap, DIMS, FORM,
             )  # fmt: skip
         top, total, acc = _merge(top, total, acc, own_top, own_total, own_acc)
 
@@ -275,7 +264,7 @@ _MERGED = frozenset(
 def _tiles(dim: int, element_size: int) -> tuple[int, int, int]:
     """(keys of a tile, warps, stages) for heads of `dim` values."""
     if dim <= 128:
-        block_n, num_warps, stages = 64, 4, AHEAD[1]
+        block_n, num_warps, stages = 64, 4, 2
     else:
         block_n, num_warps, stages = 32, 8, 2
     return (block_n if element_size <= 2 else block_n // 2), num_warps, stages
@@ -328,7 +317,6 @@ def fixed_attention(
         BLOCK_Q=block_q,
         BLOCK_N=block_n,
         ALONE=alone,
-        AHEAD=AHEAD[0],
         num_warps=num_warps,
         num_stages=stages,
     )

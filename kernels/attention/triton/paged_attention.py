@@ -18,7 +18,7 @@ from ..paged_rows import AttentionRule, PagedRows
 from .attention_plan import Launch, hopper_prefill_wanted, num_processors, plan_launch
 from .fixed_splits import fixed_attention
 from .online_softmax import LOG2E
-from .paged_keys import absorb_tile, latent_arguments, paged_arguments, pages_of_keys
+from .paged_keys import absorb_tile, latent_arguments, paged_arguments
 from .prefill import MAX_DIM, find_request, prefill_attention
 from .split_sums import sum_splits
 
@@ -150,14 +150,13 @@ def _attention_kernel(
         if split == 0:
             top = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
             total += 1.0
-    table = block_table + request.to(tl.int64) * table_stride
     for key_start in range(low, high, BLOCK_N):
-        page = pages_of_keys(table, key_start, high, PAGE, BLOCK_N)
         top, total, acc = absorb_tile(
             (top, total, acc), q, q_rest, position,
             (key_cache, value_cache, k_stride_b, k_stride_t, k_stride_h,
              v_stride_b, v_stride_t, v_stride_h),
-            page, kv_head, key_start, None, high, scale, softcap, DIMS, FORM,
+            block_table + request.to(tl.int64) * table_stride, kv_head, key_start, None, high,
+            scale, softcap, DIMS, FORM,
         )  # fmt: skip
 
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]

@@ -1,4 +1,4 @@
-"""What kernels over a paged cache share: arguments of their launches, and loops over its keys."""
+"""What kernels over a paged cache share: arguments of their launches, and a tile of keys."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...launch import fetch_early, hash_functions
+from ...launch import hash_functions
 from ..paged_rows import AttentionRule, PagedRows
 from .latent_rows import load_latent, load_rotary
-from .online_softmax import LOG2E, absorb, absorb_scaled, soft_capped
+from .online_softmax import absorb, soft_capped
 
 _STRIDES = (
     *("q_stride_t", "q_stride_h", "k_stride_b", "k_stride_t", "k_stride_h"),
@@ -75,20 +75,13 @@ def latent_arguments(query: Tensor, rule: AttentionRule, out: Tensor) -> dict[st
 
 
 @triton.jit
-def pages_of_keys(table, key_start, high, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The pages of BLOCK_N keys from `key_start` on, [BLOCK_N]; `table` is the request's row."""
-    at = key_start + tl.arange(0, BLOCK_N)
-    return tl.load(table + at // PAGE, mask=at < high, other=0)
-
-
-@triton.jit
 def absorb_tile(
     state,  # (maxima, totals, sums of values); see `online_softmax.absorb`
     q,  # [BLOCK_M, BLOCK_D]
     q_rest,  # [BLOCK_M, DIM_REST]; unused without one
     position,  # [BLOCK_M] sequence position of each row
     cache,  # pointers to keys and values, and their strides by block, token and head
-    page,  # [BLOCK_N] from `pages_of_keys`
+    table,  # pointer to the request's row of the block table
     kv_head,
     key_start,
     low,  # keys before it are not read; None if no tile has any
@@ -112,7 +105,7 @@ def absorb_tile(
     exists = at < high
     if low is not None:  # their pages may hold another request's values by now
         exists = exists & (at >= low)
-    page = page.to(tl.int64)
+    page = tl.load(table + at // PAGE, mask=exists, other=0).to(tl.int64)
     k_row = cache[0] + page * cache[2] + (at % PAGE) * cache[3] + kv_head * cache[4]
     if PACKED:
         k = load_latent(k_row, exists, q.dtype, DIM, DIMS[3])
@@ -145,102 +138,6 @@ def absorb_tile(
         inside = exists[:, None] & (dim_v < DIM_V)[None, :]
         v = tl.load(v_row[:, None] + dim_v[None, :], mask=inside, other=0.0).to(q.dtype)
     return absorb(scores, visible, v, state[0], state[1], state[2], PRECISION)
-
-
-@triton.jit
-def fetch_first_tile(
-    key_cache, value_cache, table, low, high, key, kv_head,
-    ROW: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
-):  # fmt: skip
-    """Prefetch the keys and values of a split's first tile into L2."""
-    at = tl.maximum(tl.minimum(low + key, high - 1), 0)
-    page = tl.load(table + at // PAGE).to(tl.int64)
-    line = tl.arange(0, (BLOCK_D + 63) // 64) * 64
-    line_of = (page * PAGE + at % PAGE) * ROW + kv_head * DIM
-    fetch_early(key_cache + line_of[:, None] + line[None, :])
-    fetch_early(value_cache + line_of[:, None] + line[None, :])
-
-
-@triton.jit
-def _pages_of_tile(
-    table, key_start, high, key, PAGE: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
-    """The pages of a tile's keys: one number if they are in one page, or [BLOCK_N]."""
-    if PAGE % BLOCK_N == 0:
-        page = tl.load(table + key_start // PAGE, mask=key_start < high, other=0)
-    elif BLOCK_N % PAGE == 0:
-        page = tl.load(
-            table + key_start // PAGE + key // PAGE, mask=key_start + key < high, other=0
-        )
-    else:
-        at = key_start + key
-        page = tl.load(table + at // PAGE, mask=at < high, other=0)
-    return page
-
-
-@triton.jit
-def _rows_of_tile(
-    pages, key_start, key, ROW: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
-    """Where a tile's keys are in the cache, less `key % PAGE` rows: elements, a number or
-    [BLOCK_N, 1]."""
-    if PAGE % BLOCK_N == 0:
-        rows = (pages.to(tl.int64) * PAGE + key_start % PAGE) * ROW
-    elif BLOCK_N % PAGE == 0:
-        rows = pages.to(tl.int64)[:, None] * (PAGE * ROW)
-    else:
-        at = key_start + key
-        rows = (pages.to(tl.int64) * PAGE + at % PAGE - key % PAGE)[:, None] * ROW
-    return rows
-
-
-@triton.jit
-def attend_keys(
-    q, key_cache, value_cache, table, low, high, cached, within, key, dim, kv_head,
-    scale, softcap, top, total,
-    ROW: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
-    """Attention of q [M, D] over the cached keys in [low, high): (result [M, D] float32, running
-    maximum [M] in the log2 domain, sum of weights [M]).
-
-    `top` [M] and `total` [M, BLOCK_N] are the running maximum and sums to begin with. With AHEAD
-    the pages of a tile are read one tile earlier. The compiler then keeps `num_stages` - 1 tiles of
-    keys and values in flight. Without it, it counts the page as a stage of the chain and keeps one
-    tile or none."""
-    BLOCK_M: tl.constexpr = q.shape[0]
-    BLOCK_D: tl.constexpr = q.shape[1]
-    PRECISION: tl.constexpr = "tf32x3" if q.dtype == tl.float32 else "tf32"
-    in_page = (key % PAGE)[:, None] * ROW + (kv_head * DIM + dim)[None, :]
-    key_rows, value_rows = key_cache + in_page, value_cache + in_page
-    last = tl.minimum(cached + within, high - 1)  # [BLOCK_M] last key that a row attends to
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    if AHEAD:
-        next_pages = _pages_of_tile(table, low, high, key, PAGE, BLOCK_N)
-    for key_start in range(low, high, BLOCK_N):
-        at = key_start + key  # [BLOCK_N] key position
-        if AHEAD:
-            pages = next_pages
-            next_pages = _pages_of_tile(table, key_start + BLOCK_N, high, key, PAGE, BLOCK_N)
-        else:
-            pages = _pages_of_tile(table, key_start, high, key, PAGE, BLOCK_N)
-        rows = _rows_of_tile(pages, key_start, key, ROW, PAGE, BLOCK_N)
-        in_cache = (at < high)[:, None]
-        if BLOCK_D != DIM:
-            in_cache = in_cache & (dim < DIM)[None, :]
-        k = tl.load(key_rows + rows, mask=in_cache, other=0.0).to(q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        if SOFTCAP:
-            scores = soft_capped(scores * scale, softcap) * LOG2E
-        else:
-            scores *= scale * LOG2E
-        visible = at[None, :] <= last[:, None]
-        if WINDOW > 0:
-            visible = visible & (at[None, :] > (cached + within)[:, None] - WINDOW)
-        v = tl.load(value_rows + rows, mask=in_cache, other=0.0).to(q.dtype)
-        top, total, acc = absorb_scaled(scores, visible, v, top, total, acc, PRECISION)
-    sums = tl.sum(total, 1)
-    return acc * (1.0 / tl.where(sums == 0.0, 1.0, sums))[:, None], top, sums
 
 
 hash_functions(globals())

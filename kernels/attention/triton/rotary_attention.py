@@ -14,25 +14,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...launch import hash_functions, pdl_options, wait_for_inputs
+from ...launch import fetch_early, hash_functions, pdl_options, wait_for_inputs
 from ...linear.rotation import Rotation
 from ...linear.triton.rotation import angles, load_parts, pairs, rotated
 from ...quant.triton.e4m3 import to_cache
 from ..paged_rows import AttentionRule, PagedRows
 from .attention_plan import MAX_SPLITS, Launch
-from .online_softmax import LEAST, LOG2E
-from .paged_keys import attend_keys, fetch_first_tile
-from .split_sums import (
-    find_unit,
-    keys_of_split,
-    keys_of_unit,
-    second_unit,
-    sum_own_splits,
-    sum_splits,
-    unit_rows,
-)
+from .online_softmax import LEAST, LOG2E, absorb_scaled, soft_capped
+from .split_sums import keys_of_split, sum_own_splits, sum_splits
 
 _MAX_SPLITS = tl.constexpr(MAX_SPLITS)
+
+
+@triton.jit
+def _fetch_first_tile(
+    key_cache, value_cache, table, low, high, key, kv_head,
+    ROW: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """Prefetch the keys and values of a split's first tile into L2."""
+    at = tl.maximum(tl.minimum(low + key, high - 1), 0)
+    page = tl.load(table + at // PAGE).to(tl.int64)
+    line = tl.arange(0, (BLOCK_D + 63) // 64) * 64
+    line_of = (page * PAGE + at % PAGE) * ROW + kv_head * DIM
+    fetch_early(key_cache + line_of[:, None] + line[None, :])
+    fetch_early(value_cache + line_of[:, None] + line[None, :])
 
 
 @triton.jit
@@ -65,10 +70,54 @@ def _store_new_keys(
     tl.debug_barrier()
 
 
+@triton.jit
+def _attend(
+    q, key_cache, value_cache, table, pages, in_page, low, high, cached, within, key, dim_inside,
+    scale, softcap, top, total,
+    ROW: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Attention of q [M, D] over the cached keys in [low, high): (result [M, D] float32, running
+    maximum [M] in the log2 domain, sum of weights [M]).
+
+    `top` [M] and `total` [M, BLOCK_N] are the running maximum and sums to begin with."""
+    BLOCK_M: tl.constexpr = q.shape[0]
+    BLOCK_D: tl.constexpr = q.shape[1]
+    BLOCK_N: tl.constexpr = key.shape[0]
+    PRECISION: tl.constexpr = "tf32x3" if q.dtype == tl.float32 else "tf32"
+    key_rows, value_rows = key_cache + in_page, value_cache + in_page
+    last = tl.minimum(cached + within, high - 1)  # [BLOCK_M] last key that a row attends to
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for key_start in range(low, high, BLOCK_N):
+        at = key_start + key  # [BLOCK_N] key position
+        present = at < high
+        if BLOCK_N % PAGE == 0:
+            page = tl.load(pages + key_start // PAGE, mask=present, other=0).to(tl.int64)
+            offset = page[:, None] * (PAGE * ROW)
+        else:
+            page = tl.load(table + at // PAGE, mask=present, other=0).to(tl.int64)
+            offset = (page * PAGE + at % PAGE - key % PAGE)[:, None] * ROW
+        in_cache = present[:, None]
+        if BLOCK_D != DIM:
+            in_cache = in_cache & dim_inside[None, :]
+        k = tl.load(key_rows + offset, mask=in_cache, other=0.0).to(q.dtype)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if SOFTCAP:
+            scores = soft_capped(scores * scale, softcap) * LOG2E
+        else:
+            scores *= scale * LOG2E
+        visible = at[None, :] <= last[:, None]
+        if WINDOW > 0:
+            visible = visible & (at[None, :] > (cached + within)[:, None] - WINDOW)
+        v = tl.load(value_rows + offset, mask=in_cache, other=0.0).to(q.dtype)
+        top, total, acc = absorb_scaled(scores, visible, v, top, total, acc, PRECISION)
+    sums = tl.sum(total, 1)
+    return acc * (1.0 / tl.where(sums == 0.0, 1.0, sums))[:, None], top, sums
+
+
 # `splits` is not a constexpr: together with the number of parts it would make too many kinds.
 @triton.jit(
-    do_not_specialize=["num_reqs", "num_tokens", "splits", "least_keys", "alone", "unit_bits"]
-    + ["max_query_len"],
+    do_not_specialize=["num_reqs", "num_tokens", "splits", "least_keys", "alone", "max_query_len"],
     do_not_specialize_on_alignment=["positions", "slot_mapping", "query_start_loc"],
 )
 def _rotary_attention_kernel(
@@ -87,8 +136,8 @@ def _rotary_attention_kernel(
     seq_lens,  # [N] int32
     sinks,  # [Hq]
     out,  # [T, Hq, D], contiguous
-    partial,  # [splits, T, Hq, D] fp32; UNITS: [N + splits, Hkv, LAST_SUMS, D]
-    lse,  # without D, log2 of the softmax denominator; inf in split 0: `out` is final
+    partial,  # [splits, T, Hq, D] fp32
+    lse,  # [splits, T, Hq] fp32, log2 of the softmax denominator; inf in split 0: `out` is final
     arrivals,  # [N, Hkv] int32, zeros before and after
     scale,
     k_scale,  # of stored keys, which `scale` contains, too; None unless the cache is e4m3
@@ -97,11 +146,9 @@ def _rotary_attention_kernel(
     eps,
     num_reqs,
     num_tokens,
-    splits,  # a split has work if it begins within the keys; the first always has. UNITS: programs
-    # of a key head beyond the first N
+    splits,  # a split has work if it begins within the keys; the first always has
     least_keys,  # of a split, except the last with work
     alone,  # up to this number of keys one split does all the work
-    unit_bits,  # UNITS: see `find_unit`
     max_query_len,  # requests with more new tokens are skipped
     q_stride_t,
     q_stride_h,
@@ -129,10 +176,7 @@ def _rotary_attention_kernel(
     SINKS: tl.constexpr,
     HEADS_FIRST: tl.constexpr,
     EARLY: tl.constexpr,
-    AHEAD: tl.constexpr,
-    UNITS: tl.constexpr,  # at least N if programs find their splits; 0 = each has its own
     LAST_SUMS: tl.constexpr,  # rows whose splits the last program sums; 0 = another kernel does
-    SUM_VALUES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     dtype: tl.constexpr = out.dtype.element_ty
@@ -140,14 +184,6 @@ def _rotary_attention_kernel(
     if HEADS_FIRST:
         request, kv_head, stride = tl.program_id(1), tl.program_id(0), tl.num_programs(1)
     split = tl.program_id(2)
-    # UNITS: the keys that a window leaves, with a page and the step's own
-    SPAN: tl.constexpr = WINDOW + PAGE + NEW if WINDOW > 0 else 0
-    second = 0
-    if UNITS > 0:
-        stride = num_reqs
-        request, split, second, unit_bits = find_unit(
-            seq_lens, num_reqs, request, splits, unit_bits, SPAN, UNITS
-        )
     row = tl.arange(0, BLOCK_M)
     within = row // GROUP  # [BLOCK_M] query token within the request
     head = kv_head * GROUP + row % GROUP
@@ -162,19 +198,16 @@ def _rotary_attention_kernel(
     covered = tl.load(query_start_loc + num_reqs)
     seq_len = tl.load(seq_lens + request)
     cached = seq_len - query_len  # keys before the step's own
-    if UNITS > 0:
-        low, high, active = keys_of_unit(
-            seq_len, cached, split, unit_bits, SPAN, PAGE, BLOCK_N, WINDOW
-        )
-    else:
-        low, high, active = keys_of_split(
-            seq_len, cached, split, splits, least_keys, alone, PAGE, BLOCK_N, WINDOW
-        )
+    low, high, active = keys_of_split(
+        seq_len, cached, split, splits, least_keys, alone, PAGE, BLOCK_N, WINDOW
+    )
     key = tl.arange(0, BLOCK_N)  # within a tile
     table = block_table + request.to(tl.int64) * table_stride
+    pages = table + key // PAGE
     column = kv_head * DIM + dim
+    in_page = (key % PAGE)[:, None] * row_size + column[None, :]
     if EARLY:
-        fetch_first_tile(
+        _fetch_first_tile(
             key_cache, value_cache, table, low, high, key, kv_head, row_size, DIM, BLOCK_D, PAGE
         )
     turn = pairs(dim, ROT, INTERLEAVED)
@@ -226,9 +259,9 @@ def _rotary_attention_kernel(
         if split == 0:  # the sink counts once, as a key without a value
             top = tl.load(sinks + head).to(tl.float32) * LOG2E
             total += tl.where(key == 0, 1.0, 0.0)[None, :]
-    result, top, sums = attend_keys(
-        q, key_cache, value_cache, table, low, high, cached, within, key, dim, kv_head,
-        scale, softcap, top, total, row_size, DIM, PAGE, BLOCK_N, WINDOW, SOFTCAP, AHEAD,
+    result, top, sums = _attend(
+        q, key_cache, value_cache, table, pages, in_page, low, high, cached, within, key,
+        dim_inside, scale, softcap, top, total, row_size, DIM, PAGE, WINDOW, SOFTCAP,
     )  # fmt: skip
     if v_scale is not None:
         result *= v_scale
@@ -243,12 +276,8 @@ def _rotary_attention_kernel(
                 tl.store(lse + flat, done, mask=valid)
     else:
         own = split.to(tl.int64) * num_tokens * Q_HEADS
-        if UNITS > 0:
-            flat = row.to(tl.int64)
-            unit = tl.where(split == 0, request, num_reqs + second + split - 1)
-            own = unit_rows(unit, kv_head, KV_HEADS, LAST_SUMS)
+        tl.store(partial + own * DIM + place, result, mask=mask)
         flat += own
-        tl.store(partial + flat[:, None] * DIM + dim[None, :], result, mask=mask)
         tl.store(lse + flat, top + tl.log2(sums), mask=valid)
         if LAST_SUMS > 0:
             tl.debug_barrier()
@@ -256,20 +285,9 @@ def _rotary_attention_kernel(
             arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
             if arrived == active - 1:
                 tl.debug_barrier()
-                first_row, step = tl.zeros([], tl.int64), (num_tokens * Q_HEADS).to(tl.int64)
-                second_row = step
-                if UNITS > 0:
-                    if split == 0:
-                        second = second_unit(
-                            seq_lens, num_reqs, splits, unit_bits, request, SPAN, UNITS
-                        )
-                    first_row = unit_rows(request, kv_head, KV_HEADS, LAST_SUMS)
-                    second_row = unit_rows(num_reqs + second, kv_head, KV_HEADS, LAST_SUMS)
-                    step = tl.full([], KV_HEADS * LAST_SUMS, tl.int64)
                 sum_own_splits(
-                    partial, lse, out, start, query_len, kv_head, active, first_row, second_row,
-                    step, KV_HEADS, GROUP, DIM, BLOCK_D, LAST_SUMS, _MAX_SPLITS, SUM_VALUES,
-                    UNITS > 0,
+                    partial, lse, out, start, query_len, kv_head, active, num_tokens * Q_HEADS,
+                    KV_HEADS, GROUP, DIM, BLOCK_D, LAST_SUMS, _MAX_SPLITS,
                 )  # fmt: skip
                 tl.store(counter, 0)
 
@@ -302,18 +320,14 @@ def rotary_attention(
         out = torch.empty(shape, dtype=rule.dtype_of(kv_cache), device=query.device)
     if num_tokens == 0 or num_reqs == 0:
         return out.zero_()
-    programs, own = (num_reqs, splits), (splits, *shape[:2])  # of a key head; rows of partial sums
-    if plan.extras:
-        splits = max(1, int(plan.extras * num_reqs))
-        programs, own = (num_reqs + splits, 1), (num_reqs + splits, kv_heads, plan.last_sums)
     partial = lse = torch.empty(1, dtype=torch.float32, device=query.device)
-    if splits > 1 or plan.extras:
-        partial = torch.empty(*own, dim, dtype=torch.float32, device=query.device)
-        lse = torch.empty(own, dtype=torch.float32, device=query.device)
+    if splits > 1:
+        partial = torch.empty(splits, *shape, dtype=torch.float32, device=query.device)
+        lse = torch.empty(splits, *shape[:2], dtype=torch.float32, device=query.device)
     norms, group = rotation.norms, num_heads // kv_heads
-    grid = (kv_heads, programs[0]) if plan.heads_first else (programs[0], kv_heads)
+    grid = (kv_heads, num_reqs) if plan.heads_first else (num_reqs, kv_heads)
     options = pdl_options(query)
-    _rotary_attention_kernel[(*grid, programs[1])](
+    _rotary_attention_kernel[(*grid, splits)](
         query,
         key,
         value,
@@ -341,7 +355,6 @@ def rotary_attention(
         splits,
         plan.least_keys,
         plan.alone,
-        plan.unit_bits,
         rows.max_query_len,
         *(stride for x in (query, key, value) for stride in x.stride()[:2]),
         part_stride,
@@ -364,10 +377,7 @@ def rotary_attention(
         SINKS=rule.sinks is not None,
         HEADS_FIRST=plan.heads_first,
         EARLY=plan.early and options["PDL"],
-        AHEAD=plan.ahead,
-        UNITS=max(256, triton.next_power_of_2(num_reqs)) if plan.extras else 0,
         LAST_SUMS=plan.last_sums,
-        SUM_VALUES=2048 * plan.num_warps,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
         maxnreg=plan.registers,

@@ -2,10 +2,6 @@
 
 A second kernel combines them, or the last program of the first kernel. Several splits are loaded
 at once; one after the other, each would wait for its own loads.
-
-A launch has a program for each request and split, or *units*: a program for the first split of each
-request, and a number of others, which find from the lengths of all contexts which further split is
-theirs. Then the number of a request's splits grows with its own context, and few programs are idle.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -17,8 +13,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ...launch import pdl_options, wait_for_inputs
-
-_DOUBLINGS = tl.constexpr(16)  # of the least size of a unit, to at most about 2 ** 24 keys
 
 
 @triton.jit
@@ -48,147 +42,47 @@ def keys_of_split(
 
 
 @triton.jit
-def find_unit(
-    seq_lens,  # [N]
-    num_reqs,  # N
-    program,
-    extras,  # programs beyond the first N
-    unit_bits,  # a unit has about 2 ** unit_bits keys, or more where units would be too many
-    SPAN: tl.constexpr,  # keys of a context that count at most; 0 = all
-    BLOCK_R: tl.constexpr,  # at least N
-):
-    """Find a program's unit: (request, split, number of the request's second split among those
-    beyond the first N, bits of a unit). A program without work gets a split that is none.
-
-    A context of up to 1.5 units is one unit.
-    """
-    counts, unit_bits = _further_units(seq_lens, num_reqs, extras, unit_bits, SPAN, BLOCK_R)
-    request, split, second = program, program * 0, program * 0
-    if program >= num_reqs:
-        number = program - num_reqs
-        upto = tl.cumsum(counts, 0)
-        is_before = upto <= number
-        request = tl.minimum(tl.sum(is_before.to(tl.int32), 0), num_reqs - 1)
-        second = tl.max(tl.where(is_before, upto, 0), 0)
-        split = 1 + number - second
-    return request, split, second, unit_bits
-
-
-@triton.jit
-def _further_units(
-    seq_lens, num_reqs, extras, unit_bits, SPAN: tl.constexpr, BLOCK_R: tl.constexpr
-):
-    """The units of each request but its first, [BLOCK_R], `extras` at most, and a unit's bits."""
-    request = tl.arange(0, BLOCK_R)
-    spans = tl.load(seq_lens + request, mask=request < num_reqs, other=0)
-    if SPAN > 0:
-        spans = tl.minimum(spans, SPAN)
-    share = tl.cdiv(tl.sum(spans, 0), extras)
-    for _ in tl.static_range(_DOUBLINGS):
-        unit_bits = tl.where((1 << unit_bits) < share, unit_bits + 1, unit_bits)
-    return tl.maximum(_units_of(spans, unit_bits), 1) - 1, unit_bits
-
-
-@triton.jit
-def _units_of(span, unit_bits):
-    """span / 2 ** unit_bits, rounded to the nearest number; halves are rounded down."""
-    return (span + ((1 << unit_bits) >> 1) - 1) >> unit_bits
-
-
-@triton.jit
-def second_unit(
-    seq_lens, num_reqs, extras, unit_bits, request, SPAN: tl.constexpr, BLOCK_R: tl.constexpr
-):  # fmt: skip
-    """The third result of `find_unit`, for the program of a request's first split."""
-    counts, _ = _further_units(seq_lens, num_reqs, extras, unit_bits, SPAN, BLOCK_R)
-    return tl.sum(tl.where(tl.arange(0, BLOCK_R) < request, counts, 0), 0)
-
-
-@triton.jit
-def keys_of_unit(
-    seq_len,
-    cached,
-    split,
-    unit_bits,  # from `find_unit`
-    SPAN: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
-    """`keys_of_split` for a launch of units."""
-    low, span = 0, seq_len
-    if WINDOW > 0:
-        low = tl.maximum(0, cached - WINDOW + 1) // PAGE * PAGE
-    if SPAN > 0:
-        span = tl.minimum(span, SPAN)
-    length = tl.maximum(seq_len - low, 0)
-    count = tl.maximum(_units_of(span, unit_bits), 1)
-    chunk, active = length, 1
-    if count > 1:
-        chunk = tl.cdiv(tl.cdiv(length, count), BLOCK_N) * BLOCK_N
-        active = tl.maximum(tl.cdiv(length, chunk), 1)
-    low += split * chunk
-    return low, tl.minimum(seq_len, low + chunk), active
-
-
-@triton.jit
-def unit_rows(unit, kv_head, KV_HEADS: tl.constexpr, ROWS: tl.constexpr):
-    """The first row of a unit's partial sums."""
-    return (unit.to(tl.int64) * KV_HEADS + kv_head) * ROWS
-
-
-@triton.jit
 def sum_own_splits(
-    partial,  # [units, D] fp32, or [splits, T, Hq, D]
-    lse,  # without D
+    partial,  # [splits, T, Hq, D] fp32
+    lse,  # [splits, T, Hq] fp32
     out,  # [T, Hq, D]
     start,  # first token row of the request
     query_len,
     kv_head,
     splits,
-    first,  # row of `partial` where the first split begins
-    second,  # row of the second split; the others follow it
-    stride,  # rows from split to split
+    split_stride,  # T * Hq
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,  # at a time
-    VALUES: tl.constexpr,  # for which the program has registers
-    UNITS: tl.constexpr,  # a split's rows follow each other; else they are those of `out`
+    MAX_SPLITS: tl.constexpr,
 ):
     """Combine the splits for the rows of one program, inside the attention kernel."""
+    split = tl.arange(0, MAX_SPLITS)
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, BLOCK_D)
     token = (start + row // GROUP).to(tl.int64)
     flat = token * (KV_HEADS * GROUP) + kv_head * GROUP + row % GROUP
     valid = row // GROUP < query_len
     mask = valid[:, None] & (dim < DIM)[None, :]
-    inside = flat
-    if UNITS:
-        inside = row.to(tl.int64)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    for begin in range(0, splits, MAX_SPLITS):
-        split = begin + tl.arange(0, MAX_SPLITS)
-        at = tl.where(split == 0, first, second + (split - 1).to(tl.int64) * stride)
-        # bypass L1: programs on this multiprocessor may have cached these lines before the write
-        most = tl.load(
-            lse + at[:, None] + inside[None, :],
-            mask=(split < splits)[:, None] & valid[None, :],
-            other=float("-inf"),
-            cache_modifier=".cg",
-        )
-        top = tl.maximum(top, tl.max(most, 0))
+    # bypass L1: programs on this multiprocessor may have cached these lines before the write
+    top = tl.load(
+        lse + split[:, None].to(tl.int64) * split_stride + flat[None, :],
+        mask=(split < splits)[:, None] & valid[None, :],
+        other=float("-inf"),
+        cache_modifier=".cg",
+    )
+    top = tl.max(top, 0)
     top = tl.where(top == float("-inf"), 0.0, top)
-    most_at_once: tl.constexpr = VALUES // (ROWS * BLOCK_D)
-    at_once: tl.constexpr = min(max(most_at_once, 1), 8, MAX_SPLITS)
+    most: tl.constexpr = 8192 // (ROWS * BLOCK_D)  # splits at a time that registers have room for
+    at_once: tl.constexpr = min(max(most, 1), 8, MAX_SPLITS)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    for begin in range(0, splits, at_once):
+    for first in range(0, splits, at_once):
         for more in tl.static_range(at_once):
-            own = begin + more
-            at = inside + tl.where(own == 0, first, second + (own - 1).to(tl.int64) * stride)
+            own = first + more
+            at = own.to(tl.int64) * split_stride + flat
             weight = tl.load(
                 lse + at, mask=valid & (own < splits), other=float("-inf"), cache_modifier=".cg"
             )

@@ -68,24 +68,6 @@ def test_the_reference_agrees(options: dict[str, Any], alone: bool) -> None:
     assert not got[35:].any()  # rows of no request
 
 
-@pytest.mark.parametrize(
-    ("options", "alone"),
-    some([(OPTIONS[1], False), (OPTIONS[3], True)], kept=[(OPTIONS[1], False)]),
-)
-def test_pages_read_ahead_give_the_same_bits(
-    options: dict[str, Any], alone: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from slipstream.kernels.attention.triton import fixed_splits
-
-    ordered_dot.install(monkeypatch)
-    args = case([1, 4, 30, 0], [90, 10, 70, 0], (3, 1), 16, padded_rows=3) | tensors(options)
-    got = []
-    for ahead in ((False, 2), (True, 3)):
-        monkeypatch.setattr(fixed_splits, "AHEAD", ahead)
-        got.append(attend(*paged_inputs(**args), alone))
-    assert torch.equal(*got)
-
-
 @pytest.mark.parametrize("alone", [False, True])
 def test_mla_agrees_with_the_reference(alone: bool) -> None:
     args = case([1, 3], [70, 40], (6, 1), 48, mla=True) | {"head_dim_v": 32}

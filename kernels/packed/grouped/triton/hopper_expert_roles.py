@@ -194,20 +194,10 @@ def _numbers(words, scales):
 
 
 @gluon.jit
-def _add_stage(acc, words, scales, x_tile, turns, number, OPERAND: gl.constexpr,
-               PART: gl.constexpr, CONSUMERS: gl.constexpr, ALTERNATE: gl.constexpr):  # fmt: skip
-    """Start the products of a stage, whose words become numbers in registers.
-
-    ALTERNATE: consumers take turns in it, in a circle. Otherwise all may widen at once, and then
-    the tensor cores work for all at once.
-    """
-    if ALTERNATE:  # the first consumer's first turn has come
-        mbarrier.wait(turns.index(PART), (number & 1) ^ (1 if PART == 0 else 0))
+def _add_stage(acc, words, scales, x_tile, OPERAND: gl.constexpr):
+    """Start the products of a stage, whose words become numbers in registers."""
     numbers = _operand(_numbers(words, scales), OPERAND)
-    flying = warpgroup_mma(numbers, x_tile.permute((1, 0)), acc, is_async=True)
-    if ALTERNATE:
-        mbarrier.arrive(turns.index((PART + 1) % CONSUMERS), count=1)
-    return flying
+    return warpgroup_mma(numbers, x_tile.permute((1, 0)), acc, is_async=True)
 
 
 @gluon.jit
@@ -225,11 +215,9 @@ def _take(w_tiles, s_tiles, w_full, w_empty, fill, PART: gl.constexpr, CONSUMERS
 
 @gluon.jit
 def _sums(
-    w_tiles, s_tiles, x_pieces, w_full, w_empty, x_full, x_empty, turns, fill,
-    x_fill,
+    w_tiles, s_tiles, x_pieces, w_full, w_empty, x_full, x_empty, fill, x_fill,
     PART: gl.constexpr, TOKENS: gl.constexpr, BOXES: gl.constexpr, STEPS: gl.constexpr,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, X_STAGES: gl.constexpr, GATED: gl.constexpr,
-    ALTERNATE: gl.constexpr,
 ):  # fmt: skip
     """The products of a consumer's weight rows with TOKENS rows of x, [64, TOKENS]; gated: of gate
     and of up. The words of a stage are loaded while the products of the stage before are computed.
@@ -238,7 +226,7 @@ def _sums(
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
     HALVES: gl.constexpr = 2 if GATED else 1
     # Only then there are registers for it.
-    AHEAD: gl.constexpr = CONSUMERS == 2 and BOXES <= 2 and not ALTERNATE
+    AHEAD: gl.constexpr = CONSUMERS == 2 and BOXES <= 2
     EACH: gl.constexpr = BOXES * 16 // TOKENS
     x_tiles = x_pieces._reinterpret(
         gl.bfloat16, [X_STAGES * EACH, TOKENS, COLUMNS], SWIZZLED
@@ -252,9 +240,7 @@ def _sums(
         mbarrier.wait(x_full.index(x_slot), x_phase)
         x_tile = x_tiles.index(x_slot * EACH)
         if GATED:
-            flying = _add_stage(
-                acc, words, scales, x_tile, turns, w_at, OPERAND, PART, CONSUMERS, ALTERNATE
-            )  # fmt: skip
+            flying = _add_stage(acc, words, scales, x_tile, OPERAND)
             words, scales = _take(
                 w_tiles, s_tiles, w_full, w_empty, w_at + 1, PART, CONSUMERS, STAGES
             )  # fmt: skip
@@ -268,10 +254,7 @@ def _sums(
         else:
             if GATED:
                 acc = warpgroup_mma_wait(0, deps=[flying])
-            flying = _add_stage(
-                last, words, scales, x_tile, turns, w_at + HALVES - 1, OPERAND, PART, CONSUMERS,
-                ALTERNATE,
-            )  # fmt: skip
+            flying = _add_stage(last, words, scales, x_tile, OPERAND)
         if step + 1 < STEPS:
             words, scales = _take(
                 w_tiles, s_tiles, w_full, w_empty, w_at + HALVES, PART, CONSUMERS, STAGES
@@ -284,15 +267,15 @@ def _sums(
 @gluon.jit
 def _compute_tile(
     bias, pairs, pair_weights, out, w_tiles, s_tiles, x_pieces, w_full, w_empty, x_full, x_empty,
-    turns, fill, x_fill, expert, start, first, rows, N, num_rows,
+    fill, x_fill, expert, start, first, rows, N, num_rows,
     PART: gl.constexpr, TOKENS: gl.constexpr, BOXES: gl.constexpr, STEPS: gl.constexpr,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, X_STAGES: gl.constexpr, GATED: gl.constexpr,
     BIAS: gl.constexpr, TOP_K: gl.constexpr, CLAMPED: gl.constexpr, ALPHA: gl.constexpr,
-    LIMIT: gl.constexpr, WIDTH: gl.constexpr, ALTERNATE: gl.constexpr,
+    LIMIT: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
     acc, last = _sums(
-        w_tiles, s_tiles, x_pieces, w_full, w_empty, x_full, x_empty, turns, fill, x_fill,
-        PART, TOKENS, BOXES, STEPS, CONSUMERS, STAGES, X_STAGES, GATED, ALTERNATE,
+        w_tiles, s_tiles, x_pieces, w_full, w_empty, x_full, x_empty, fill, x_fill,
+        PART, TOKENS, BOXES, STEPS, CONSUMERS, STAGES, X_STAGES, GATED,
     )  # fmt: skip
     if GATED:
         store_inner(
@@ -309,11 +292,11 @@ def _compute_tile(
 @gluon.jit
 def multiply(
     PART: gl.constexpr, plan, bias, pairs, pair_weights, out, w_tiles, s_tiles, x_pieces, w_full,
-    w_empty, x_full, x_empty, turns, num_experts, N, num_rows,
+    w_empty, x_full, x_empty, num_experts, N, num_rows,
     N_TILES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_E: gl.constexpr, STEPS: gl.constexpr,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, X_STAGES: gl.constexpr, GATED: gl.constexpr,
     BIAS: gl.constexpr, TOP_K: gl.constexpr, CLAMPED: gl.constexpr, ALPHA: gl.constexpr,
-    LIMIT: gl.constexpr, WIDTH: gl.constexpr, ALTERNATE: gl.constexpr, PDL: gl.constexpr,
+    LIMIT: gl.constexpr, WIDTH: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A consumer: computes 64 weight rows of each tile, in the narrowest form that its rows of x
     fit."""
@@ -331,25 +314,25 @@ def multiply(
         if rows <= 16:
             _compute_tile(
                 bias, pairs, pair_weights, out, w_tiles, s_tiles, x_pieces, w_full, w_empty, x_full,
-                x_empty, turns, fill, x_fill, expert, start, first, rows, N, num_rows, PART, 16,
+                x_empty, fill, x_fill, expert, start, first, rows, N, num_rows, PART, 16,
                 BOXES, STEPS, CONSUMERS, STAGES, X_STAGES, GATED, BIAS, TOP_K, CLAMPED, ALPHA,
-                LIMIT, WIDTH, ALTERNATE,
+                LIMIT, WIDTH,
             )  # fmt: skip
         elif rows <= 32 or BLOCK_M == 32:
             if BLOCK_M >= 32:
                 _compute_tile(
                     bias, pairs, pair_weights, out, w_tiles, s_tiles, x_pieces, w_full, w_empty,
-                    x_full, x_empty, turns, fill, x_fill, expert, start, first, rows, N, num_rows,
+                    x_full, x_empty, fill, x_fill, expert, start, first, rows, N, num_rows,
                     PART, 32, BOXES, STEPS, CONSUMERS, STAGES, X_STAGES, GATED, BIAS, TOP_K,
-                    CLAMPED, ALPHA, LIMIT, WIDTH, ALTERNATE,
+                    CLAMPED, ALPHA, LIMIT, WIDTH,
                 )  # fmt: skip
         else:
             if BLOCK_M >= 64:
                 _compute_tile(
                     bias, pairs, pair_weights, out, w_tiles, s_tiles, x_pieces, w_full, w_empty,
-                    x_full, x_empty, turns, fill, x_fill, expert, start, first, rows, N, num_rows,
+                    x_full, x_empty, fill, x_fill, expert, start, first, rows, N, num_rows,
                     PART, 64, BOXES, STEPS, CONSUMERS, STAGES, X_STAGES, GATED, BIAS, TOP_K,
-                    CLAMPED, ALPHA, LIMIT, WIDTH, ALTERNATE,
+                    CLAMPED, ALPHA, LIMIT, WIDTH,
                 )  # fmt: skip
         fill += STEPS * HALVES
         x_fill += STEPS
