@@ -4,7 +4,6 @@ also replayed in a graph for other rows."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -72,14 +71,4 @@ def test_warps_with_roles(rows: int, sizes: tuple[int, int, int], experts: Exper
     x = torch.empty(rows, 2048, device="cuda", dtype=torch.bfloat16)
     assert moe._specialised(x, experts, work, form) is not None
     run = partial(moe.expert_parts, form=form)
-    check(lambda x, weights, ids: run(x, experts, weights, ids), experts, rows)
-
-
-@pytest.mark.parametrize("rows", [9, 128])
-@pytest.mark.parametrize("span", [2, 3, 8])
-def test_programs_of_several_tiles(rows: int, span: int, experts: ExpertWeights) -> None:
-    from slipstream.kernels.linear.triton import moe
-
-    first, second = (moe.tiles_of(32 if rows > 64 else 16, gated) for gated in (True, False))
-    run = partial(moe.expert_parts, tiles=(first, replace(second, span=span)))
     check(lambda x, weights, ids: run(x, experts, weights, ids), experts, rows)

@@ -23,7 +23,7 @@ import os
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from unittest.mock import patch
 
@@ -62,7 +62,6 @@ class Variant:
     name: str
     narrow: int | None = None
     tiles: tuple[moe.Tiles, moe.Tiles] | None = None
-    span: int = 1  # tiles of a program of the second product
     form: Form | None = None  # of the warp-specialised kernel
 
 
@@ -70,7 +69,6 @@ BASE = Variant("built-in")
 VARIANTS = (
     Variant("float32 parts", narrow=1 << 30),
     Variant("narrow parts", narrow=1),
-    *(Variant(f"down of {n} tiles", span=n) for n in (2, 4, 8)),
     *(Variant(f"roles {k}x{n}", form=Form(k, n)) for k, n in ((128, 6), (128, 4), (64, 12))),
     Variant("roles, fetch 512", form=Form(fetch=512)),
 )
@@ -142,12 +140,7 @@ class Bench:
     def experts(
         self, layer: Layer, x: Tensor, weights: Tensor, ids: Tensor, variant: Variant
     ) -> Tensor:
-        tiles = variant.tiles
-        if variant.span > 1:
-            block_m = rows_of_tile(len(x), layer.top_k, layer.count)
-            own = [moe.tiles_of(block_m, gated) for gated in (True, False)]
-            tiles = own[0], replace(own[1], span=variant.span)
-        options = {"narrow": variant.narrow, "tiles": tiles, "form": variant.form}
+        options = {"narrow": variant.narrow, "tiles": variant.tiles, "form": variant.form}
         return moe.expert_parts(x, layer.experts, weights, ids, **options)
 
     def chain(self, stream: Tensor, variant: Variant) -> None:

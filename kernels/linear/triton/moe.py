@@ -39,7 +39,6 @@ class Tiles:
     block_k: int
     stages: int
     num_warps: int
-    span: int = 1  # tiles of a program of the second product, whose loads do not stop between them
 
 
 @triton.jit(do_not_specialize=["most"])
@@ -67,10 +66,9 @@ def _tile_kernel(
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
-    SPAN: tl.constexpr,  # tiles of a program; gated: 1
     PDL: tl.constexpr,
 ):
-    """Program (tiles of N, candidate, split): the tiles' weights times its share of the rows."""
+    """Program (tile of N, candidate, split): the tile's weights times its share of the rows."""
     wait_for_inputs(PDL)
     candidate = tl.program_id(1)
     expert, count = work_of(experts, counts, candidate, False)
@@ -78,7 +76,7 @@ def _tile_kernel(
     if begin >= count:
         return
     HALVES: tl.constexpr = 2 if GATED else 1
-    n_start = tl.program_id(0) * (SPAN * BLOCK_N)
+    n_start = tl.program_id(0) * BLOCK_N
     n = n_start + tl.arange(0, BLOCK_N)
     first_row = expert * (HALVES * N) + n_start
     inside_n = n < N
@@ -89,57 +87,29 @@ def _tile_kernel(
         )
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         acc_up = acc
-        if SPAN > 1:
-            steps = tl.cdiv(K, BLOCK_K)
-            for step in range(0, tl.minimum(SPAN, tl.cdiv(N - n_start, BLOCK_N)) * steps):
-                offset = step // steps * BLOCK_N
-                start = step % steps * BLOCK_K
-                in_k = start + k < K
-                inside = n + offset < N
+        for start in range(0, K, BLOCK_K):
+            in_k = start + k < K
+            if TMA:
+                w = source.load([first_row, start])
+            else:
+                at = (first_row + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None] * K + start + k
+                w = tl.load(source + at, mask=inside_n[:, None] & in_k[None, :], other=0.0)
+            own = tl.load(
+                rows[:, None] + start + k[None, :], mask=valid[:, None] & in_k[None, :], other=0.0
+            )
+            acc = tl.dot(w, own.T, acc, input_precision=PRECISION)
+            if GATED:
                 if TMA:
-                    w = source.load([first_row + offset, start])
+                    up = source.load([first_row + N, start])
                 else:
-                    row = first_row + offset + tl.arange(0, BLOCK_N)
-                    at = row.to(tl.int64)[:, None] * K + start + k[None, :]
-                    w = tl.load(source + at, mask=inside[:, None] & in_k[None, :], other=0.0)
-                own = tl.load(
-                    rows[:, None] + start + k[None, :],
-                    mask=valid[:, None] & in_k[None, :],
-                    other=0.0,
-                )
-                acc = tl.dot(w, own.T, acc, input_precision=PRECISION)
-                if step % steps == steps - 1:
-                    store_products(
-                        acc, acc, bias, pair_weights, out, expert, pair, valid, n + offset, inside,
-                        most, N, TOP_K, False, BIAS, ACTIVATION, ALPHA, LIMIT,
-                    )  # fmt: skip
-                    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        else:
-            for start in range(0, K, BLOCK_K):
-                in_k = start + k < K
-                if TMA:
-                    w = source.load([first_row, start])
-                else:
-                    at = (first_row + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None] * K + start + k
-                    w = tl.load(source + at, mask=inside_n[:, None] & in_k[None, :], other=0.0)
-                own = tl.load(
-                    rows[:, None] + start + k[None, :],
-                    mask=valid[:, None] & in_k[None, :],
-                    other=0.0,
-                )
-                acc = tl.dot(w, own.T, acc, input_precision=PRECISION)
-                if GATED:
-                    if TMA:
-                        up = source.load([first_row + N, start])
-                    else:
-                        at = (first_row + N + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None] * K
-                        at += start + k
-                        up = tl.load(source + at, mask=inside_n[:, None] & in_k[None, :], other=0.0)
-                    acc_up = tl.dot(up, own.T, acc_up, input_precision=PRECISION)
-            store_products(
-                acc, acc_up, bias, pair_weights, out, expert, pair, valid, n, inside_n, most, N,
-                TOP_K, GATED, BIAS, ACTIVATION, ALPHA, LIMIT,
-            )  # fmt: skip
+                    at = (first_row + N + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None] * K
+                    at += start + k
+                    up = tl.load(source + at, mask=inside_n[:, None] & in_k[None, :], other=0.0)
+                acc_up = tl.dot(up, own.T, acc_up, input_precision=PRECISION)
+        store_products(
+            acc, acc_up, bias, pair_weights, out, expert, pair, valid, n, inside_n, most, N,
+            TOP_K, GATED, BIAS, ACTIVATION, ALPHA, LIMIT,
+        )  # fmt: skip
 
 
 HOPPER_ROWS = (0, -1)  # the fewest and the most rows of `hopper_experts`; none until measured
@@ -228,8 +198,7 @@ def expert_parts(
         outputs = own.shape[1] // (2 if gated else 1)
         by_descriptor = has_tma(x) and fits_tma(flat) if tma is None else tma
         block = [size.block_n, size.block_k]
-        span = 1 if gated else size.span
-        _tile_kernel[work.grid(outputs, span * size.block_n)](
+        _tile_kernel[work.grid(outputs, size.block_n)](
             TensorDescriptor.from_tensor(flat, block) if by_descriptor else flat,
             source,
             x if bias is None else bias,
@@ -251,7 +220,6 @@ def expert_parts(
             BLOCK_K=size.block_k,
             PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
             TMA=by_descriptor,
-            SPAN=span,
             num_warps=size.num_warps,
             num_stages=size.stages,
             enable_fp_fusion=not fixed,  # or tiles might fuse differently

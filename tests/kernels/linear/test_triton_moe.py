@@ -81,21 +81,6 @@ def test_parts_of_few_rows_add_up_and_leave_room(tma: bool) -> None:
     torch.testing.assert_close(parts[:3].sum(0), expected, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("tma", [False, True])
-@pytest.mark.parametrize(("rows", "span"), [(5, 2), (5, 4), (40, 3)])
-def test_programs_compute_several_tiles(rows: int, span: int, tma: bool) -> None:
-    """The last program of an expert has fewer tiles, of which the last is not whole."""
-    from slipstream.kernels.linear.triton.moe import Tiles, expert_parts
-
-    x = torch.randn(rows, 104)
-    experts = random_experts(4, 104, 48, "clamped_swiglu", torch.float32)
-    weights, ids = random_choice(rows, 4, 2)
-    tiles = (Tiles(16, 32, 2, 4), Tiles(16, 32, 2, 4, span))
-    parts = expert_parts(x, experts, weights, ids, 0, tiles, tma, narrow=99)
-    expected = moe.run_experts_reference(x, experts, weights, ids.long())
-    torch.testing.assert_close(parts.sum(0), expected, rtol=2e-5, atol=2e-5)
-
-
 def test_parts_of_many_rows_have_the_dtype_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     from slipstream.kernels.linear.triton import expert_rows
     from slipstream.kernels.linear.triton.moe import expert_parts
