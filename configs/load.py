@@ -34,7 +34,7 @@ _SPEC_DOC = (
     'a method such as ngram or off, or a JSON object such as {"method":"eagle3","model":"M"}'
 )
 _CONFIG_DOC = "YAML file of settings, named as the flags are"
-_MERGE = "tag:yaml.org,2002:merge"  # the key `<<`, which may stand more than once
+_MERGE = "tag:yaml.org,2002:merge"  # the key `<<`, which may occur more than once
 Layer = dict[str, Any]  # option name -> value; _SPEC -> SpeculativeConfig
 
 
@@ -214,7 +214,7 @@ class _RepeatedKey(Exception):
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """Reads plain values, and no mapping with a key that stands twice."""
+    """Reads plain values, and refuses a mapping with a repeated key."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         lines: dict[tuple[str, str], int] = {}

@@ -173,10 +173,10 @@ def expert_parts(
     """See `kernels.linear.moe.expert_parts`, and `run_experts` for `absent`.
 
     `tiles` (for both products) and `tma` (whether descriptors load the weights) override what is
-    chosen by shape. `fixed`: one row, a few and many have the same arithmetic; returns
-    [k, T, H] in the dtype of x. `narrow` overrides the number
-    of rows from which on parts have the dtype of x. With `form`, or for the numbers of rows in
-    `HOPPER_ROWS`, the warp-specialised kernel multiplies if it fits.
+    chosen by shape. `fixed`: one row, a few and many have the same arithmetic; returns [k, T, H] in
+    the dtype of x. `narrow` overrides the number of rows from which on parts have the dtype of x.
+    With `form`, or for the numbers of rows in `HOPPER_ROWS`, the warp-specialised kernel multiplies
+    if it fits.
     """
     assert experts.gate_up.is_contiguous() and experts.down.is_contiguous()
     if x.shape[0] == 1 and not absent and not fixed:

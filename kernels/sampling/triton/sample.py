@@ -84,7 +84,7 @@ def best_of_greedy_row(
         logit = tl.load(logits + column, mask=column < vocab_size, other=float("-inf"))
         logit = logit.to(tl.float32)
         is_nan |= (logit != logit).to(tl.int32)
-        best_at = tl.where(logit > value, column, best_at)  # no NaN is
+        best_at = tl.where(logit > value, column, best_at)  # NaN is never larger
         value = tl.where(logit > value, logit, value)
     most = tl.max(value, 0)
     best_at = tl.min(tl.where(value == most, best_at, 2147483647), 0)

@@ -127,7 +127,7 @@ def _sums_layout(width):
 @gluon.constexpr_function
 def _stored_layout(width):
     """A thread has 8 numbers of a row, and four threads follow each other, so that no thread needs
-    one from another group of four: so lie the sums of a product, too."""
+    one from another group of four. The sums of a product lie so, too."""
     columns = [[0, 32 << i] for i in range((width // 32).bit_length() - 1)]
     return gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [8, 0], *columns],

@@ -225,7 +225,7 @@ def _sums(
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
     HALVES: gl.constexpr = 2 if GATED else 1
-    # Only then there are registers for it.
+    # Other forms lack the registers.
     AHEAD: gl.constexpr = CONSUMERS == 2 and BOXES <= 2
     EACH: gl.constexpr = BOXES * 16 // TOKENS
     x_tiles = x_pieces._reinterpret(
