@@ -83,9 +83,9 @@ PackedChoice: TypeAlias = Gemv | Skinny | None | Quantised | Row | Direct | Code
 
 def format_name(weight: TiledWeight) -> str:
     """The name of a format in the tables of `choice` and `tuned`."""
-    if weight.kind == "fp8" and weight.group < weight.columns:
+    if weight.kind == "fp8" and has_groups(weight):
         return "fp8 blocks" if weight.group == 128 else "fp8 groups"
-    if weight.kind == "int8" and weight.group < weight.columns:
+    if weight.kind == "int8" and has_groups(weight):
         return "int8 groups"
     return weight.kind
 
@@ -102,7 +102,7 @@ def fits_row(weight: TiledWeight) -> bool:
 
 def fits_direct(weight: TiledWeight) -> bool:
     """Whether the kernel of `Direct` knows the format."""
-    whole = weight.group >= weight.columns
+    whole = not has_groups(weight)
     return (
         fits_row(weight)
         and weight.kind != "fp4"
@@ -147,10 +147,9 @@ def has_groups(weight: TiledWeight) -> bool:
 
 def fits_gemv(weight: TiledWeight) -> bool:
     """Whether the kernel of `Gemv` knows the format: 8 bits, scales of rows or of 128 columns."""
-    whole = weight.group >= weight.columns
     if weight.slices != 2 or weight.offsets is not None or weight.super_scales is not None:
         return False
-    return whole or weight.group == 128
+    return not has_groups(weight) or weight.group == 128
 
 
 def fits(weight: TiledWeight, choice: PackedChoice) -> bool:

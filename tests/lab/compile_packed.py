@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -131,6 +132,8 @@ def few() -> None:
     packed_linear(x, weight, None, Skinny(64, 128, 3, 4, 1, 16, norm=1), norm, residual)
     for name in ("fp8b", "int4z", "q5k", "nvfp4", "mxfp4"):
         packed_linear(x, tile_on_meta(name, qkv))
+    block = replace(tile_on_meta("fp8b", Shape("o", 32, 32)), group=32)  # of all columns
+    packed_linear(meta(20, 32), block, None, Skinny(64, 128, 4, 4, 1, 32))
     from slipstream.kernels.packed.triton.packed_tokens import (
         quantise_blocks,
         quantise_rows,

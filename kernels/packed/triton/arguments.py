@@ -23,6 +23,8 @@ def scale_arguments(weight: TiledWeight, filler: Tensor) -> dict[str, Any]:
     is_fp4 = weight.kind == "fp4"
     whole = weight.group >= weight.columns and weight.row_group == 1
     columns = weight.slices * weight.slice_width
+    # A matrix of fewer columns than a span has one group, even if more would fit into the span.
+    groups = 1 if weight.group >= weight.columns else max(columns // weight.group, 1)
     zeros, mode = zeros_or_offsets(weight)
     factors = weight.scales if whole and not is_fp4 else weight.global_scale
     return {
@@ -37,7 +39,7 @@ def scale_arguments(weight: TiledWeight, filler: Tensor) -> dict[str, Any]:
         "KIND": KINDS[weight.kind],
         "GROUP": 1 << 30 if whole and not is_fp4 else weight.group,
         "ROW_GROUP": weight.row_group,
-        "GROUPS": 0 if whole or is_fp4 else max(columns // weight.group, 1),
+        "GROUPS": 0 if whole or is_fp4 else groups,
         "E8M0": weight.scales.dtype == torch.uint8,
         "ZEROS": mode,
         "CHANNEL": factors is not None,

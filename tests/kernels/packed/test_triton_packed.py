@@ -13,7 +13,11 @@ from torch import Tensor
 from slipstream.kernels.linear.linear_choice import Gemv, Shape, Skinny
 from slipstream.kernels.packed import tuned
 from slipstream.kernels.packed.kinds import GATE_UP, PARTS, PLAIN, Quantised, Row, fits_row
-from slipstream.kernels.packed.linear import choose_packed, packed_gated_linear
+from slipstream.kernels.packed.linear import (
+    choose_packed,
+    packed_gated_linear,
+    packed_linear,
+)
 from slipstream.kernels.quant.packed import PackedWeight
 from slipstream.kernels.quant.tiled import TiledWeight, prepare, tile
 
@@ -85,6 +89,25 @@ def test_products_are_those_of_the_exact_numbers(
         parts = kernel.multiply(x, weight, replace(FEW, split_k=2), PARTS, bias, tma=tma)
         assert parts.shape == (2, rows, 22) and parts.dtype == torch.float32
         close(parts.sum(0), product + bias)
+
+
+@pytest.mark.parametrize("columns", [16, 32, 48, 256])
+def test_blocks_of_all_columns(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loader says that the group of a block has no more columns than the matrix."""
+    monkeypatch.setenv("SLIPSTREAM_TRITON", "1")
+    blocks = random_weight("fp8 blocks", 144, columns)
+    scales = blocks.scales[:, :1].contiguous()
+    packed = replace(blocks, group=columns, scales=scales)
+    weight, exact = tile(packed), packed.dequantise().double()
+    for rows in (1, 20):
+        x = torch.randn(rows, columns).half()
+        choice = choose_packed(weight, "o", rows)
+        assert isinstance(choice, Skinny)  # `Gemv` knows blocks of 128 columns
+        close(packed_linear(x, weight, None, choice), x.double() @ exact.T)
+        gate, up = (x.double() @ exact.T).chunk(2, -1)
+        choice = choose_packed(weight, "gate_up", rows)
+        got = packed_gated_linear(x, weight, None, "silu", choice)
+        close(got, torch.nn.functional.silu(gate) * up)
 
 
 @pytest.mark.parametrize("name", some(["fp8 rows", "fp8 blocks", "int8 rows"], kept=["fp8 blocks"]))
