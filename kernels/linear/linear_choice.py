@@ -271,5 +271,5 @@ def _table() -> dict[tuple[Shape, int], Choice]:
 H100_WINNERS: Mapping[tuple[Shape, int], Choice] = _table()
 
 # The kernels for more than 256 rows on Hopper GPUs: by role, the fewest rows that one is for. Torch
-# computes all others. Turned on it reads {"gate_up": (512, Wide())}.
+# computes all others. None yet: single products gain, whole steps do not (docs/measurements.md).
 WIDE: Mapping[str, tuple[int, Wide]] = {}
