@@ -46,11 +46,18 @@ def _is_plain(raw: Mapping[str, Any]) -> bool:
         and type(raw.get("tie_word_embeddings")) is bool
         and raw.get("hidden_act", "silu") == "silu"
         and all(type(bias) is bool for bias in biases)
+        and _has_plain_tokens(raw)
         and _has_full_layers(raw)
         and raw.get("model_type") in ("llama", "mistral", "qwen2", "qwen3")
         and (raw["model_type"] != "qwen3" or head_dim is not None)
         and _has_plain_rope(raw)
     )
+
+
+def _has_plain_tokens(raw: Mapping[str, Any]) -> bool:
+    first, pad, last = (raw.get(f"{name}_token_id") for name in ("bos", "pad", "eos"))
+    several = last if isinstance(last, list) else [last]
+    return all(type(token) in (int, type(None)) for token in (first, pad, *several))
 
 
 def _has_full_layers(raw: Mapping[str, Any]) -> bool:

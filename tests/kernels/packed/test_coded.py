@@ -293,7 +293,8 @@ def test_codes_are_chosen_only_if_the_checkpoint_asks(monkeypatch: pytest.Monkey
 def test_measured_tiles_come_before_the_rule() -> None:
     from slipstream.kernels.packed.coded_choice import _MEASURED
 
-    made_of = {"kind": "fp8", "activations": "fp8-token", "row_group": 1, "order": None}
+    made_of: dict[str, Any] = {"kind": "fp8", "activations": "fp8-token", "row_group": 1}
+    made_of |= {"order": None, "device": torch.device("cpu")}
     for (name, shape, bucket), choice in _MEASURED.items():
         assert name == "fp8"
         weight: Any = SimpleNamespace(**made_of, group=shape.inputs, columns=shape.inputs)

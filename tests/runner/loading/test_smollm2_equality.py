@@ -16,7 +16,6 @@ from slipstream.configs.preset import preset_model
 from slipstream.configs.schema import ModelConfig
 from slipstream.runner.loading.quantised.delivery import widened
 from slipstream.runner.loading.weights import (
-    make_hf_config,
     open_checkpoint,
     resolve_model,
 )
@@ -80,7 +79,7 @@ def prompts(gguf_path: Path) -> list[list[int]]:
 def oracle(gguf_path: Path) -> Any:
     """transformers' model with the dequantised weights, fp32."""
     resolved = resolve_model(ModelConfig(model=str(gguf_path)))
-    config = make_hf_config(vars(resolved.hf_config), str(gguf_path))
+    config = transformers.LlamaConfig(**vars(resolved.hf_config))
     config._attn_implementation = "eager"
     with no_init_weights():  # they come from the file
         model = transformers.LlamaForCausalLM._from_config(config, dtype=torch.float32).eval()
