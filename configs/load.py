@@ -210,7 +210,7 @@ def _environment_layer(environ: Mapping[str, str]) -> Layer:
 
 
 class _RepeatedKey(Exception):
-    """Two settings of one name, of which YAML would silently take the second."""
+    """A file has two settings of one name. YAML would take the second one silently."""
 
 
 class _UniqueKeys(yaml.SafeLoader):

@@ -233,7 +233,8 @@ def empty_parts(
     x: Tensor, top_k: int, spare: int, absent: bool = False, narrow: int | None = None
 ) -> Tensor:
     """Memory for the parts of rows x [T, H]: [k + spare, T, H] float32; for many rows [k, T, H] in
-    the dtype of x. It is zero if some experts are `absent`, whose parts nothing writes.
+    the dtype of x. If experts may be `absent`, it is zero,
+    because no kernel writes their parts.
 
     From `narrow` rows on (default `NARROW`) parts without spare ones have the dtype of x, too.
     """

@@ -98,8 +98,8 @@ def _turn_halves(
     dtype: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """Rotate heads whose first and second half are pairs. A thread has the angles of its dims once
-    for all of its heads, and reads each number once."""
+    """Rotate heads, where dimension i of the first half and of the second are a pair. A thread
+    loads the angles of its dimensions once for all of its heads, and each number once."""
     dim = tl.arange(0, HALF)
     read, write = source[:, None] + dim[None, :], target[:, None] + dim[None, :]
     first = tl.load(read, mask=inside[:, None], other=0.0).to(tl.float32)
@@ -170,8 +170,9 @@ def _rotary_halves_kernel(
 
 
 def turns_halves(query: Tensor, rotation: Rotation) -> bool:
-    """Whether `rotate_halves` computes these heads: whole ones, without norms, whose halves are
-    pairs. It does not depend on the number of rows, so that their bits do not either."""
+    """Whether `rotate_halves` computes these heads: all of their dimensions are rotated, their
+    halves are pairs, and they have no norms. The number of rows has no influence, so a row's
+    bits do not depend on it."""
     dim = query.shape[-1]
     return (
         query.dim() == 3

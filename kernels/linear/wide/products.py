@@ -16,8 +16,8 @@ def multiply_reference(
 ) -> Tensor:
     """Compute x Wᵀ [M, N]; or act(gate) * up [M, N / 2] where the first half of W are gates.
 
-    x: [M, K]; weight: [N, K]; activation: None, "silu" or "gelu_tanh". `choice` names the tiles,
-    and is no part of the result.
+    x: [M, K]; weight: [N, K]; activation: None, "silu" or "gelu_tanh". `choice` names the
+    tiles of the kernel for Hopper GPUs; the reference needs none.
     """
     out = F.linear(x, weight)
     return out if activation is None else GATED[activation](out)

@@ -195,7 +195,7 @@ def _numbers(words, scales):
 
 @gluon.jit
 def _add_stage(acc, words, scales, x_tile, OPERAND: gl.constexpr):
-    """Start the products of a stage, whose words become numbers in registers."""
+    """Widen the words of a stage in registers, and start their products."""
     numbers = _operand(_numbers(words, scales), OPERAND)
     return warpgroup_mma(numbers, x_tile.permute((1, 0)), acc, is_async=True)
 
@@ -246,8 +246,8 @@ def _sums(
             )  # fmt: skip
         if GATED and AHEAD:  # widen while products are in flight
             numbers = _operand(_numbers(words, scales), OPERAND)
-            # This barrier has passed already. Without the branch the assembler would move the
-            # numbers behind the wait for products.
+            # This barrier has passed already. Without the branch the assembler would widen the
+            # words only after the wait for products.
             mbarrier.wait(x_full.index(x_slot), x_phase)
             acc = warpgroup_mma_wait(0, deps=[flying])
             flying = warpgroup_mma(numbers, x_tile.permute((1, 0)), last, is_async=True)

@@ -209,7 +209,7 @@ def multiply_sorted(
 ) -> None:
     """Compute one of both products of sorted rows [T * k, columns, padded to 256].
 
-    `work` is the plan, the pairs and their weights [T, k]; out is as of the kernel.
+    `work` is the plan, the pairs and their weights [T, k]. The kernel says what `out` is.
     """
     own = experts.gate_up if gated else experts.down
     bias = experts.gate_up_bias if gated else experts.down_bias

@@ -17,7 +17,7 @@ from torch import Tensor
 from ....launch import hash_functions, pdl_options, wait_for_inputs
 from ....linear.triton.expert_rows import work_for
 
-_SORTED_AT_ONCE = 1024  # pairs of which each program reads all
+_SORTED_AT_ONCE = 1024  # up to this number of pairs, each program reads all of them
 _COLUMNS = 256  # of a step of `hopper_experts`
 
 
@@ -92,7 +92,7 @@ def _gather_kernel(
     counts,  # [E] int32
     order,  # [E, T] int32, the pairs of each expert
     x,  # [T, K]
-    plan,  # the rest as of `_arrange_kernel`
+    plan,  # this and the following: see `_arrange_kernel`
     pairs,
     out,
     num_experts,
