@@ -271,5 +271,5 @@ def _table() -> dict[tuple[Shape, int], Choice]:
 H100_WINNERS: Mapping[tuple[Shape, int], Choice] = _table()
 
 # The kernels for more than 256 rows on Hopper GPUs: by role, the fewest rows that one is for. Torch
-# computes all others. None yet: single products gain, whole steps do not (docs/measurements.md).
-WIDE: Mapping[str, tuple[int, Wide]] = {}
+# computes all others. Steps of fewer rows and other layers gain nothing (docs/measurements.md).
+WIDE: Mapping[str, tuple[int, Wide]] = {"gate_up": (2000, Wide())}

@@ -269,7 +269,7 @@ def _step_kernel(
 def plan_step(num_rows: int, log: int) -> StepPlan:
     """The plan of a step of N* rows; the fastest of those measured on an H200."""
     if log:
-        return StepPlan(32, 1, None)
+        return StepPlan(32, 1, None, at_once=num_rows > 1)
     return StepPlan(32, 1, 200) if num_rows <= _FEW_ROWS else StepPlan(64, 4, 128)
 
 

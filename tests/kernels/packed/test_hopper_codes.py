@@ -167,7 +167,8 @@ def test_it_is_chosen_on_hopper_for_scales_of_rows(monkeypatch: pytest.MonkeyPat
     assert before == {(role, rows): chosen(role, rows) for role, rows in before}
     monkeypatch.setattr(coded_choice, "USE_ROLES", True)
     weight.group = weight.row_group = 128
-    assert not any(getattr(chosen(role, rows), "roles", 0) for role, rows in before)
+    of_blocks = {role: chosen(role, 128) for role in layers}
+    assert all(choice.roles and choice.by_group for choice in of_blocks.values())
     weight.group, weight.row_group = 4096, 1
     measured = replace(TILE, narrow=1)
     table = {("fp8", layers["o"], 32): measured, ("fp8", layers["o"], 64): None}
