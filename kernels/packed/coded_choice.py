@@ -23,8 +23,8 @@ _ROLES: Mapping[Key, Codes | None] = {
     ("fp8 blocks", Shape("qkv", 6144, 4096), 64): None,  # 13.3 us, without roles 12.9
     ("fp8 blocks", Shape("o", 4096, 4096), 128): Codes(64, 128, 8, 4, 2, 128, 1, 0, 0, roles=1),
 }
-# The fastest kernels; None = not this one. Measured by `tests/lab/measure_codes.py` on an H200, with
-# the shapes of Llama 3 8B.
+# The fastest kernels for the shapes of Llama 3 8B; None = not this one. `measure_codes.py` measured
+# them on an H200.
 _QKV, _O = Shape("qkv", 6144, 4096), Shape("o", 4096, 4096)
 _GATE_UP, _DOWN = Shape("gate_up", 28672, 4096), Shape("down", 4096, 14336)
 _MEASURED: Mapping[Key, Codes | None] = {

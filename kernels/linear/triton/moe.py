@@ -112,7 +112,7 @@ def _tile_kernel(
         )  # fmt: skip
 
 
-HOPPER_ROWS = (2, 128)  # the fewest and the most rows of `hopper_experts`, as far as it was measured
+HOPPER_ROWS = (2, 128)  # the fewest and the most rows for which `hopper_experts` was measured
 
 
 def tiles_of(block_m: int, gated: bool, element_size: int = 2) -> Tiles:
