@@ -48,12 +48,10 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """The command-line flag."""
         return "--" + self.name.replace("_", "-")
 
     @property
     def variable(self) -> str:
-        """The environment variable."""
         return "SLIPSTREAM_" + self.name.upper()
 
 

@@ -319,7 +319,6 @@ def outcome_of(error: BaseException | None) -> str | None:
 
 
 def error_body(error: APIError) -> bytes:
-    """The error as a JSON object with the one key "error"."""
     fields = ErrorObject(error.message, error.type, error.param, error.code)
     return msgspec.json.encode(ErrorBody(fields))
 
@@ -351,7 +350,6 @@ def invalid_value(error: ValidationError, body: object) -> InvalidRequest:
 
 
 def _cut(text: str) -> str:
-    """The text, shortened to _MAX_ECHO characters."""
     return text if len(text) <= _MAX_ECHO else text[:_MAX_ECHO] + "…"
 
 

@@ -73,7 +73,6 @@ class Health:
 
     @property
     def state(self) -> State:
-        """The current state."""
         return self.report.state
 
     def change(self, state: State, detail: str = "", retry_in: float | None = None) -> None:

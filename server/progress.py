@@ -121,7 +121,6 @@ class CountProgress:
         return self
 
     def update(self) -> None:
-        """Count one more item as done."""
         self._done += 1
         if self._bar is not None:
             self._bar.update()

@@ -82,7 +82,6 @@ class RequestStream:
         self._ended = False  # no more outputs will arrive
 
     def put(self, output: RequestOutput) -> None:
-        """Append an output."""
         outputs = self._outputs
         outputs.append(output)
         if output.finish_reason is not None:
@@ -133,7 +132,6 @@ class RequestStream:
         return outputs
 
     def fail(self, error: EngineDead) -> None:
-        """End the stream with an error."""
         self._error = error
         self.close()
 

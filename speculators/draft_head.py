@@ -78,7 +78,6 @@ class DraftHead:
         feedback: Tensor,
         only: Tensor | None = None,
     ) -> Tensor:
-        """See `DraftModel.run`."""
         out = self.forward(input_ids, positions, hidden, attention)
         for_logits: Tensor
         for_logits, fed_back = out if isinstance(out, tuple) else (out, out)
@@ -90,5 +89,4 @@ class DraftHead:
     def write_kv(
         self, input_ids: Tensor, positions: Tensor, hidden: Tensor, attention: Any
     ) -> None:
-        """The whole pass."""
         self.forward(input_ids, positions, hidden, attention)

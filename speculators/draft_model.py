@@ -43,7 +43,6 @@ class _LanguageModel(DraftHead, nn.Module):
     def write_kv(
         self, input_ids: Tensor, positions: Tensor, hidden: Tensor, attention: Any
     ) -> None:
-        """The whole pass."""
         self.language_model(input_ids, positions, attention)
 
     @property
@@ -69,7 +68,6 @@ class StandaloneDraftSpeculator(AutoRegressiveSpeculator):
         self.newest_ids = torch.zeros(host.max_num_reqs, dtype=torch.int32, device=device)  # [R]
 
     def load_draft_model(self) -> DraftModel:
-        """Any served architecture."""
         return _LanguageModel(self.host.load_draft_model("draft_model", self.config))
 
     def describe_needs(self) -> SpeculatorNeeds:

@@ -38,7 +38,6 @@ class CompressedMetadata(AttentionMetadata):
         return self
 
     def pages(self, layer: AttentionLayer, kv_cache: Tensor) -> Pages:
-        """See `CompressedRows.pages`."""
         common = self.common
         return Pages(
             kv_cache,
@@ -50,7 +49,6 @@ class CompressedMetadata(AttentionMetadata):
         )
 
     def create_attend(self) -> SparseAttend:
-        """See `CompressedRows.create_attend`."""
         return sparse_attention
 
     def attend(

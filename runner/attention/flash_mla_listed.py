@@ -56,7 +56,6 @@ class ListedPass:
         scale: float,
         dim_v: int | None = None,
     ) -> Tensor:
-        """See `kernels.attention.compressed.sparse_attention.sparse_attention`."""
         heads = query.shape[1]
         query, sinks = padded_heads(query, sinks)
         assert raw.fp8 is not None
@@ -121,7 +120,6 @@ class ListedMetadata(CompressedMetadata):
         self._create_schedule, self._decode = create_schedule, decode
 
     def create_attend(self) -> SparseAttend:
-        """See `CompressedRows.create_attend`."""
         return ListedPass(self._create_schedule, self._decode)
 
 

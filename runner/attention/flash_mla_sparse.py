@@ -46,7 +46,6 @@ class _Pass:
         scale: float,
         dim_v: int | None = None,
     ) -> Tensor:
-        """See `kernels.attention.compressed.sparse_attention.sparse_attention`."""
         rows = raw.rows if entries is None else joined_rows(raw, entries)
         last = self._joined
         if last is None or last[0] is not window or last[1] is not chosen:
@@ -112,7 +111,6 @@ class FlashSparseMetadata(CompressedMetadata):
         self._forward = forward
 
     def create_attend(self) -> SparseAttend:
-        """See `CompressedRows.create_attend`."""
         return _Pass(self._forward)
 
 

@@ -97,16 +97,13 @@ class MtpModule(TargetHead, nn.Module):
         return normed if self.post_norm else (normed, raw)
 
     def attention_layers(self) -> list[AttentionLayer]:
-        """The block's attention layer."""
         layer: AttentionLayer = self.self_attn.layer  # type: ignore[union-attr,assignment]
         return [layer]
 
     def checkpoint_slots(self) -> dict[str, CheckpointSlot]:
-        """Checkpoint name -> slot of the tensor."""
         return {f"{self.prefix}{name}": slot for name, slot in module_slots(self).items()}
 
     def checkpoint_name(self, name: str) -> str | None:
-        """The slot name of a tensor; None for a copy of one of the target's."""
         return None if _SHARED.search(name) or name.endswith(".rotary_emb.inv_freq") else name
 
     def finish_loading(self, dummy: bool = False) -> None:
@@ -117,7 +114,6 @@ class DeepseekMtpHead(MtpModule, DeepseekLayer):  # type: ignore[misc]
     """DeepSeek V3's module."""
 
     def make_rotary(self, config: Any, max_position: int, device: torch.device) -> RotaryEmbedding:
-        """As in the target."""
         return make_rotary(config, max_position, device)
 
 
@@ -125,11 +121,9 @@ class DeepseekV32MtpHead(MtpModule, SparseLayer):  # type: ignore[misc]
     """DeepSeek V3.2's module, which has an indexer of its own."""
 
     def make_rotary(self, config: Any, max_position: int, device: torch.device) -> Any:
-        """As in the target."""
         return SparseRotary(config, max_position, device)
 
     def attention_layers(self) -> list[AttentionLayer]:
-        """The block's caches."""
         return self.self_attn.layers
 
 
@@ -137,7 +131,6 @@ class GlmMtpHead(MtpModule, GlmLayer):  # type: ignore[misc]
     """GLM-4.5's module."""
 
     def make_rotary(self, config: Any, max_position: int, device: torch.device) -> RotaryEmbedding:
-        """As in the target."""
         head_dim = self.self_attn.head_dim
         return RotaryEmbedding(rope_parameters(config), head_dim, max_position, device)
 

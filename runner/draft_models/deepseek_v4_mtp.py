@@ -100,7 +100,6 @@ class DeepseekV4MtpHead(TargetHead, Block):
     def write_kv(
         self, input_ids: Tensor, positions: Tensor, hidden: Tensor, attention: AttentionState
     ) -> None:
-        """See `DraftModel.write_kv`."""
         self._streams(input_ids, positions, hidden, attention)
 
     def _streams(
@@ -119,15 +118,12 @@ class DeepseekV4MtpHead(TargetHead, Block):
         return Block.forward(self, streams, step, self.rotary.tables)
 
     def attention_layers(self) -> list[AttentionLayer]:
-        """The block's attention layer."""
         return [self.attn.raw]
 
     def checkpoint_slots(self) -> dict[str, CheckpointSlot]:
-        """Checkpoint name -> slot of the tensor."""
         return {f"{PREFIX}0.{name}": slot for name, slot in module_slots(self).items()}
 
     def checkpoint_name(self, name: str) -> str | None:
-        """The slot name of a tensor; None for a copy of one of the target's."""
         return None if _SHARED.match(name) else plain_name(name)
 
     def finish_loading(self, dummy: bool = False) -> None:

@@ -111,7 +111,6 @@ class EagleHead(TargetHead, nn.Module):
         return write_stream(out, residual, feedback)
 
     def attention_layers(self) -> list[AttentionLayer]:
-        """The attention layers in order."""
         return [block.self_attn.layer for block in self.blocks]
 
     def checkpoint_slots(self) -> dict[str, CheckpointSlot]:

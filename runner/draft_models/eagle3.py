@@ -216,7 +216,6 @@ class Eagle3Head(nn.Module):
         return embedded(self.target[0], input_ids)
 
     def attention_layers(self) -> list[AttentionLayer]:
-        """The attention layers in order."""
         return [block.self_attn.layer for block in self.blocks]
 
     # --- checkpoint -------------------------------------------------------------------------------

@@ -130,13 +130,11 @@ class Gemma4Assistant(DraftHead, nn.Module):
         return logits
 
     def attention_layers(self) -> list[AttentionLayer]:
-        """The attention layers in order."""
         return [block.self_attn.layer for block in self.blocks]
 
     # --- checkpoint -------------------------------------------------------------------------------
 
     def checkpoint_slots(self) -> dict[str, CheckpointSlot]:
-        """Checkpoint name -> slot of the tensor."""
         slots = module_slots(self)
         for name in list(slots):
             if name.startswith(("layers.", "norm.", "embed_tokens.")):

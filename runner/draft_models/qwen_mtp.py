@@ -96,15 +96,12 @@ class QwenMtpHead(TargetHead, nn.Module):
         return normed if self.post_norm else (normed, raw)
 
     def attention_layers(self) -> list[AttentionLayer]:
-        """The block's attention layer."""
         return [self._layer]
 
     def checkpoint_slots(self) -> dict[str, CheckpointSlot]:
-        """Checkpoint name -> slot of the tensor."""
         return {f"{PREFIX}{name}": slot for name, slot in module_slots(self).items()}
 
     def checkpoint_name(self, name: str) -> str | None:
-        """The slot name of a tensor."""
         return name
 
     def finish_loading(self, dummy: bool = False) -> None:

@@ -127,7 +127,6 @@ class XGrammarMatcher:
 
     @property
     def is_terminated(self) -> bool:
-        """See `GrammarMatcher`."""
         if not self.ends_with_text:
             return bool(self._matcher.is_terminated())
         if not self._matcher.is_completed():
@@ -137,7 +136,6 @@ class XGrammarMatcher:
         return not line.any()
 
     def accept(self, token_id: int) -> bool:
-        """See `GrammarMatcher`."""
         if not 0 <= token_id < self._vocab_size:
             raise ValueError(f"{token_id} is not a valid token id")
         if self._matcher.is_terminated():
@@ -145,11 +143,9 @@ class XGrammarMatcher:
         return bool(self._matcher.accept_token(token_id, False))
 
     def rollback(self, num_tokens: int) -> None:
-        """See `GrammarMatcher`."""
         self._matcher.rollback(num_tokens)
 
     def fill(self, line: np.ndarray) -> None:
-        """See `GrammarMatcher`."""
         if self.ends_with_text:
             self._wide.fill(ALL_ALLOWED)
             self._matcher.fill_next_token_bitmask(self._wide, 0, False)

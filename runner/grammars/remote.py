@@ -206,16 +206,13 @@ class RemoteMatcher:
 
     @property
     def ends_with_text(self) -> bool:
-        """See `GrammarMatcher`."""
         return not self.process.eos_ids
 
     @property
     def is_terminated(self) -> bool:
-        """See `GrammarMatcher`."""
         return self._is_terminated
 
     def accept(self, token_id: int) -> bool:
-        """See `GrammarMatcher`."""
         if not 0 <= token_id < self._vocab_size:
             raise ValueError(f"{token_id} is not a valid token id")
         if self._is_terminated:
@@ -239,7 +236,6 @@ class RemoteMatcher:
         return True
 
     def rollback(self, num_tokens: int) -> None:
-        """See `GrammarMatcher`."""
         num_unsent = min(num_tokens, len(self._accepted))
         del self._accepted[len(self._accepted) - num_unsent :]
         self._num_rolled_back += num_tokens - num_unsent
@@ -247,7 +243,6 @@ class RemoteMatcher:
         self._lines, self._draft_ids = None, ()
 
     def fill(self, line: np.ndarray) -> None:
-        """See `GrammarMatcher`."""
         job = MaskJob(self, (), line.reshape(1, -1))
         fill_remote([job])
         if job.error is not None:

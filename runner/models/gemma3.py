@@ -136,12 +136,10 @@ class DecoderLayer(nn.Module):
         return stream + self.post_feedforward_layernorm.forward(self.mlp.forward(normed))
 
     def linears(self) -> Sequence[Linear]:
-        """Its projections, see `NativeBlock`."""
         attend, mlp = self.self_attn, self.mlp
         return attend.qkv_proj, attend.o_proj, mlp.gate_up_proj, mlp.down_proj
 
     def native_weights(self) -> LayerWeights | None:
-        """See `NativeBlock`."""
         return native_weights(
             self.linears(),
             "gelu_tanh",

@@ -249,11 +249,9 @@ class DecoderLayer(nn.Module):
     def make_attention(
         self, config: Any, index: int, layer_id: int, fmt: WeightFormat
     ) -> Attention:
-        """The attention of layer `index`."""
         return Attention(config, index, layer_id, fmt)
 
     def make_mlp(self, config: Any, index: int, fmt: WeightFormat) -> FeedForward:
-        """The feed-forward part of layer `index`."""
         return MLP(config.hidden_size, config.intermediate_size, fmt, _traits(config).mlp_bias)
 
     def forward(
@@ -284,13 +282,11 @@ class DecoderLayer(nn.Module):
         return self.mlp.feed(self.post_attention_layernorm, hidden, residual, fuses)
 
     def linears(self) -> Sequence[Linear]:
-        """Its projections, see `NativeBlock`."""
         attend, mlp = self.self_attn, self.mlp
         inner = (mlp.gate_up_proj, mlp.down_proj) if isinstance(mlp, MLP) else ()
         return attend.qkv_proj, attend.o_proj, *inner
 
     def native_weights(self) -> LayerWeights | None:
-        """See `NativeBlock`."""
         if not isinstance(self.mlp, MLP):
             return None
         attend = self.self_attn

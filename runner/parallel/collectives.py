@@ -109,7 +109,6 @@ class Collectives:
     def all_to_all(
         self, x: Tensor, received: Sequence[int] | None = None, sent: Sequence[int] | None = None
     ) -> Tensor:
-        """See `all_to_all.AllToAll`."""
         rows = x.shape[0] if received is None else sum(received)
         out = x.new_empty(rows, *x.shape[1:])
         blocks = None if received is None else list(received), None if sent is None else list(sent)

@@ -51,7 +51,6 @@ class Drafting:
         self._drafts_of_first = None if _is_ours(speculator) else ranks
 
     def capture(self, attention_states: RebuiltStates) -> None:
-        """Capture the drafter's graphs."""
         if self._graphs is not None:
             self._graphs.capture(attention_states, self._whole_step)
 

@@ -216,7 +216,6 @@ class ModelRunner:
         self._queue.call(job)
 
     def load_elsewhere(self, model: str) -> Callable[[], str | None]:
-        """See `ExchangesDrafter`; there are no other ranks."""
         return lambda: None
 
     def drop_elsewhere(self) -> None:

@@ -33,7 +33,6 @@ from ..text.choice_text import GenerationEvent, TokenEntry
 
 
 def chat_routes(services: Services) -> APIRouter:
-    """The route of chat completions."""
     router = APIRouter()
 
     @router.post("/v1/chat/completions")
@@ -104,7 +103,6 @@ class _Reply(Reply):
         return self._form.finish_reason(reason, index in self._called)
 
     def logprobs(self, entries: Sequence[TokenEntry]) -> ChatLogprobs:
-        """The log probabilities of these tokens, in the chat's form."""
         as_ids = bool(self.body.return_tokens_as_token_ids)
         return chat_logprobs(entries, self.services.tokenizer, as_ids)
 
@@ -123,13 +121,11 @@ class _Whole(Whole):
         self._messages = [MessageBuilder() for _ in self.parts]
 
     def add(self, item: GenerationEvent) -> None:
-        """Append the next event."""
         super().add(item)
         for delta in self._reply.deltas(item):
             self._messages[item.index].add(delta)
 
     def answer(self) -> ChatCompletion:
-        """The reply object; called after the last event."""
         reply, body = self._reply, self._reply.body
         choices = [self._choice(index, part) for index, part in enumerate(self.parts)]
         answer = ChatCompletion(*reply.head, choices, reply.usage())
@@ -172,7 +168,6 @@ class _Framer(ChunkFramer):
         return b"".join(pieces)
 
     def text_choice(self, index: int, text: str) -> ChunkChoice | None:
-        """The choice of a text-only chunk, if all text is content."""
         return ChunkChoice(index, Delta(content=text)) if self._chat.is_plain(index) else None
 
     def choices(self, item: GenerationEvent, streamed: StreamedChoice) -> Sequence[ChunkChoice]:
@@ -198,5 +193,4 @@ class _Framer(ChunkFramer):
         return choices
 
     def chunk(self, choices: list[ChunkChoice]) -> ChatChunk:
-        """A chunk that contains these choices."""
         return ChatChunk(*self._chat.head, choices)

@@ -27,7 +27,6 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's default
 
 
 def completion_routes(services: Services) -> APIRouter:
-    """The route of completions."""
     router = APIRouter()
 
     @router.post("/v1/completions")
@@ -85,11 +84,9 @@ class _Reply(Reply):
         self._skip = body.skip_special_tokens is not False
 
     def completion(self, choices: list[CompletionChoice]) -> Completion:
-        """A reply or a chunk that contains these choices."""
         return Completion(*self.head, choices)
 
     def usage(self) -> Usage:
-        """The token counts so far."""
         if self.only_echo:
             for choice in self.generation.choices:
                 choice.num_tokens = 0
@@ -142,7 +139,6 @@ class _Whole(Whole):
         self._n = reply.body.n or 1
 
     def answer(self) -> Completion:
-        """The reply object; called after the last event."""
         reply = self._reply
         choices = [
             self._choice(prompt * self._n + place, prompt, self.parts[own])
@@ -192,7 +188,6 @@ class _Framer(ChunkFramer):
         self._waiting: dict[int, list[GenerationEvent]] = {}  # by prompt; wait for its logprobs
 
     def chunk(self, choices: list[CompletionChoice]) -> Completion:
-        """A chunk that contains these choices."""
         return self._completion.completion(choices)
 
     def text_choice(self, index: int, text: str) -> CompletionChoice | None:
@@ -201,7 +196,6 @@ class _Framer(ChunkFramer):
         return None if only_echo else CompletionChoice(index, text, stop_reason=UNSET)
 
     def size(self, item: GenerationEvent) -> int:
-        """The size of the echoed prompt's log probabilities in the first chunk of a choice."""
         if self._streamed[item.index].began:
             return 0
         prompt = item.index // self._completion.job.n
@@ -210,7 +204,6 @@ class _Framer(ChunkFramer):
     def choices(
         self, item: GenerationEvent, streamed: StreamedChoice
     ) -> Sequence[CompletionChoice]:
-        """The choices of all events that can be sent now."""
         made = [self._choice(each, self._streamed[each.index]) for each in self._ready(item)]
         return [choice for choice in made if choice is not None]
 

@@ -28,7 +28,6 @@ class ModelList(msgspec.Struct):
 
 
 def model_routes(services: Services) -> APIRouter:
-    """The routes that list models."""
     router = APIRouter()
 
     def card(name: str) -> ModelCard:

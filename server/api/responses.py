@@ -138,11 +138,9 @@ class _Reply(Whole):
         return "incomplete" if self._reason == "length" else "completed"
 
     def add(self, item: GenerationEvent) -> None:
-        """Add the next event."""
         self.events(item)
 
     def answer(self) -> dict[str, Any]:
-        """The response object; called after the last event."""
         return self.response(self.status)
 
     def events(self, item: GenerationEvent) -> list[dict[str, Any]]:
@@ -233,20 +231,16 @@ class _Framer(Framer):
         self._number = 0
 
     def first(self) -> bytes:
-        """The events response.created and response.in_progress."""
         names = ("created", "in_progress")
         return b"".join([self._response(name, "in_progress") for name in names])
 
     def delta(self, item: GenerationEvent) -> bytes:
-        """The stream's events for an event of the generation."""
         return b"".join([self._framed(each) for each in self._reply.events(item)])
 
     def last(self) -> bytes:
-        """The event with the complete response."""
         return self._response(self._reply.status, self._reply.status)
 
     def failed(self, error: APIError) -> bytes:
-        """The event response.failed, with the output so far."""
         return self._response("failed", "failed", error)
 
     def _response(self, name: str, status: str, error: APIError | None = None) -> bytes:

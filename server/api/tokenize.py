@@ -64,7 +64,6 @@ class Detokenized(msgspec.Struct):
 
 
 def tokenize_routes(services: Services) -> APIRouter:
-    """The routes /tokenize and /detokenize."""
     router = APIRouter()
 
     @router.post("/tokenize")

@@ -27,7 +27,6 @@ _TARGET = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add DRAFTER_DIR and the flags that say how to measure it."""
     parser.add_argument(
         "drafter", metavar="DRAFTER_DIR", help="the drafter's folder or Hugging Face id"
     )
@@ -68,7 +67,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Start an engine with the drafter, measure, print; returns the exit status."""
     given = vars(args)
     check_file("--output", args.output)
     temperatures = _temperatures(args.temperatures)

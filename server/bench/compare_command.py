@@ -21,14 +21,12 @@ _SERVE = ("request_throughput", "output_throughput", "ttft_ms", "tpot_ms", "itl_
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the two files and --output."""
     parser.add_argument("first", metavar="A", help="figures of the baseline")
     parser.add_argument("second", metavar="B", help="figures to compare; the ratio is B / A")
     add_output(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table; returns the exit status."""
     check_file("--output", args.output)
     first, second = read(Path(args.first)), read(Path(args.second))
     rows = compare(first, second)
@@ -118,7 +116,6 @@ def compare(first: Runs, second: Runs) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as an aligned text table."""
     lines = [f"{'':28} {'figure':>16} {'A':>14} {'B':>14} {'B / A':>8}"]
     for row in rows:
         name = f"{' | '.join(dict.fromkeys(row['runs']))}, {row['row']}"

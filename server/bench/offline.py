@@ -177,7 +177,6 @@ class OfflineBench:
 
     @property
     def speculates(self) -> bool:
-        """Whether the worker has a drafter."""
         return self.ready.speculative_method != "off"
 
     async def measure(

@@ -21,7 +21,6 @@ _SPARE = 64  # positions after the longest request, for drafts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the benchmark, and the engine's as for `slipstream serve`."""
     group = parser.add_argument_group("bench", "What is measured.")
     group.add_argument(
         "--batch-sizes", metavar="LIST", default="1,8,32", help="batch sizes (default: 1,8,32)"
@@ -64,7 +63,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure all batch sizes with each configuration and print; returns the exit status."""
     from ..drafters.acceptance import MeasurementFailed
     from ..engine.engine_client import WorkerFailed
     from .offline import Workload

@@ -187,7 +187,6 @@ class _Reading:
         return True
 
     def end(self) -> None:
-        """Judge the reply at its end."""
         outcome = self.outcome
         outcome.latency = (self._last or time.perf_counter()) - self._began
         if outcome.error is not None:

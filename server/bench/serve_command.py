@@ -279,7 +279,6 @@ def _failed(why: str) -> None:
 
 
 def _show(args: argparse.Namespace, found: dict[str, Any]) -> None:
-    """Print the tables and draw the plot."""
     from .client_processes import BOTTLENECK_SHARE
     from .plot import plot_serve
 

@@ -142,7 +142,6 @@ class _Connection(asyncio.Protocol):
                 self.close()
 
     def close(self) -> None:
-        """End the connection."""
         if self._transport is not None:
             self._transport.abort()
 

@@ -56,7 +56,6 @@ class TemplateTraits:
 
     @classmethod
     def of(cls, tree: nodes.Template) -> TemplateTraits:
-        """Find the properties in a parsed template."""
         aliases = _content_aliases(tree)
         tests = [t for t in tree.find_all(nodes.Test) if _is_content(t.node, aliases)]
         kinds = {test.name for test in tests}

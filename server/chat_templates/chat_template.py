@@ -87,7 +87,6 @@ class ChatTemplate:
 
     @property
     def content_format(self) -> str:
-        """The form of content that the template reads: "openai" (a list of parts) or "string"."""
         if self._encoder is not None:
             return self._encoder.traits.content_format
         return self._compile(self.source)[1].content_format if self.source else "string"

@@ -58,7 +58,6 @@ def _limit(seconds: float) -> None:
 
 
 def main() -> None:
-    """Render the chat on standard input."""
     try:
         request = msgspec.json.decode(sys.stdin.buffer.read())
         _limit(request["max_seconds"])

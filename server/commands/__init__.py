@@ -118,7 +118,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    """Parse and run a command line; returns the exit status."""
     from ...configs.options import ConfigError  # imported late, so that `main` starts at once
 
     arguments = list(argv)

@@ -19,7 +19,6 @@ _KINDS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add a subparser for each kind of benchmark."""
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
     for name, path in _KINDS.items():
         module: Any = importlib.import_module(path, __package__)
@@ -31,5 +30,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the chosen benchmark; returns the exit status."""
     return int(args.run_kind(args))

@@ -11,12 +11,10 @@ SUMMARY = "serve a model over HTTP with the OpenAI API"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add MODEL and a flag for every configuration field."""
     add_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check the configuration, then serve; returns the exit status."""
     config = load_config(args, os.environ)
     from ..startup.launch import serve
 

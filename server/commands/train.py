@@ -40,7 +40,6 @@ _DEFAULTS = {"gpu_memory_utilization": "0.5", "max_num_seqs": "64"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --data, --output, --method, and a flag for each field that training uses."""
     parser.add_argument(
         "--data",
         metavar="FILE",

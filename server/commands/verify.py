@@ -21,7 +21,6 @@ _LEAST = {"num_prompts": 1, "max_tokens": 1, "samples": 0, "sample_tokens": 4}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the checks, and the engine's as for `slipstream serve`."""
     from ..bench.output import add_output
 
     group = parser.add_argument_group("verify", "What is checked.")

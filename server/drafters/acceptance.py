@@ -37,7 +37,6 @@ class Tally:
     accepted: list[int] = field(default_factory=list)  # [K] those of them that accepted draft k
 
     def add(self, output: RequestOutput) -> None:
-        """Count the output of one step for one request."""
         self.num_tokens += len(output.token_ids)
         count = output.num_draft_tokens
         if not count:
@@ -50,7 +49,6 @@ class Tally:
             self.accepted[position] += position < output.num_accepted_tokens
 
     def merge(self, other: Tally) -> None:
-        """Add the counts of another tally."""
         self.num_verify_steps += other.num_verify_steps
         self.num_tokens += other.num_tokens
         for ours, theirs in ((self.drafted, other.drafted), (self.accepted, other.accepted)):
@@ -71,7 +69,6 @@ class Tally:
         return 1 + sum(self.accepted) / self.num_verify_steps
 
     def as_dict(self) -> dict[str, Any]:
-        """The figures for JSON, rounded."""
         return {
             "mean_acceptance_length": round(self.mean_length, 4),
             "acceptance": [round(share, 4) for share in self.acceptance],

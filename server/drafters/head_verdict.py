@@ -30,7 +30,6 @@ class Reply:
     steps: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def add(self, output: RequestOutput) -> None:
-        """Add the output of one step."""
         if output.num_draft_tokens:
             counts = (output.num_draft_tokens, output.num_accepted_tokens)
             self.steps[len(self.token_ids)] = counts
@@ -51,7 +50,6 @@ class Measurement:
     replies: dict[int, Reply] = field(default_factory=dict)  # index of the prompt -> reply
 
     def add(self, prompt: int, output: RequestOutput) -> None:
-        """Add the output of one step to the reply to a prompt."""
         self.tally.add(output)
         self.replies.setdefault(prompt, Reply()).add(output)
 

@@ -115,7 +115,6 @@ class EngineClient:
 
     @property
     def state(self) -> State:
-        """The engine's state, as `health` reports it."""
         return self.health.state
 
     @property

@@ -32,12 +32,10 @@ class _JointHealth:
 
     @property
     def report(self) -> HealthReport:
-        """Ready if any engine is."""
         return joint_report([client.health.report for client in self._clients])
 
     @property
     def state(self) -> State:
-        """The state of `report`."""
         return self.report.state
 
 
@@ -70,22 +68,18 @@ class Engines:
 
     @property
     def state(self) -> State:
-        """The joint state."""
         return self.health.report.state  # type: ignore[no-any-return]
 
     @property
     def num_open(self) -> int:
-        """The number of submitted requests that have not ended."""
         return sum(client.num_open for client in self.clients)
 
     @property
     def drafter(self) -> str | None:
-        """The drafter of all engines."""
         return self.clients[0].drafter
 
     @property
     def drafter_fallback(self) -> str | None:
-        """Why an engine runs without its drafter, if one does."""
         return next((c.drafter_fallback for c in self.clients if c.drafter_fallback), None)
 
     async def start(self, progress: ProgressCallback | None = None) -> Ready:
@@ -111,7 +105,6 @@ class Engines:
         return self.ready
 
     def submit(self, request: AddRequest) -> RequestStream:
-        """Submit a request to one engine. Raises EngineDead unless one is ready."""
         loads = [c.num_open if c.state == "ready" else None for c in self.clients]
         for index, client in enumerate(self.clients):
             if (restarts := client.health.report.restarts) != self._restarts[index]:
@@ -124,17 +117,14 @@ class Engines:
         return stream
 
     def abort(self, request_id: str) -> None:
-        """Abort a request and end its stream. Does nothing if it has ended."""
         for client in self.clients:  # only the one that has it does anything
             client.abort(request_id)
 
     def set_vocabulary(self, vocabulary: SetVocabulary) -> None:
-        """Send the vocabulary to all workers and to every later one."""
         for client in self.clients:
             client.set_vocabulary(vocabulary)
 
     def reset_prefix_cache(self) -> None:
-        """Drop all cached KV blocks that no request uses."""
         for index, client in enumerate(self.clients):
             client.reset_prefix_cache()
             self._router.forget(index)
@@ -144,7 +134,6 @@ class Engines:
         raise SpeculatorRefused("drafters cannot be swapped with --data-parallel-size above 1")
 
     async def shutdown(self, drain_timeout: float = 0.0, grace: float = STOP_SECONDS) -> None:
-        """As `EngineClient.shutdown`, for all engines at the same time."""
         if self._group is not None:  # none of them can finish its requests without the others
             await self.drain(drain_timeout)
             drain_timeout = 0.0
@@ -153,7 +142,6 @@ class Engines:
             self._group.close()
 
     async def drain(self, timeout: float) -> None:
-        """As `EngineClient.drain`, for all engines at the same time."""
         await self._all(lambda client: client.drain(timeout))
 
     async def _all(self, action: Callable[[EngineClient], Coroutine[None, None, None]]) -> None:

@@ -41,7 +41,6 @@ class Job:
 
     @property
     def num_choices(self) -> int:
-        """Number of choices of all prompts together."""
         return len(self.prompts) * self.n
 
 
@@ -159,7 +158,6 @@ class Generation:
         return follow
 
     def counts(self) -> TokenCounts:
-        """The token counts so far."""
         counts = TokenCounts(prompt=sum(map(len, self.job.prompts)))
         # Only the n-gram drafter uses the client's prediction.
         predicted = self.job.predicted and self._services.config.speculative.method == "ngram"

@@ -52,7 +52,6 @@ class Collected:
     stop_reason: int | str | None = None
 
     def add(self, item: GenerationEvent) -> None:
-        """Append the next event."""
         self.texts.append(item.text)
         self.token_ids += item.token_ids
         self.logprobs += item.logprobs
@@ -126,12 +125,10 @@ class Reply:
         self.head = (self.job.request_id, int(time.time()), body.model, services.fingerprint)
 
     def usage(self) -> Usage:
-        """The token counts so far."""
         return usage(self.generation.counts(), self.num_reasoning_tokens)
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """The number of reasoning tokens so far."""
         return 0
 
     def steps(self, steps: Sequence[StepText]) -> list[SpeculativeStep]:
@@ -202,7 +199,6 @@ class ChunkFramer(Framer):
         """The choice of a text-only chunk; None if this choice's chunks hold more than text."""
 
     def delta(self, item: GenerationEvent) -> bytes:
-        """The chunks for an event as one piece, as `EventStream` requires."""
         streamed = self._streamed[item.index]
         around, text = streamed.around, item.text
         if around is not None and text and not (item.finish_reason or item.logprobs):
@@ -216,7 +212,6 @@ class ChunkFramer(Framer):
         return b"".join([self.framed(self.chunk([choice]), encoder) for choice in choices])
 
     def last(self) -> bytes:
-        """The usage chunk, if requested, and the end of the stream."""
         if not self._reply.options.wants_usage:
             return DONE
         chunk = self.chunk([])

@@ -192,7 +192,6 @@ class Connection(HttpToolsProtocol):
         return self._in_body and not self._got_body
 
     def on_message_begin(self) -> None:
-        """Called by the parser at the first byte of a request."""
         super().on_message_begin()
         if self._head_since is None:  # for the first request, the time of connecting counts
             self._head_since = self.loop.time()
@@ -209,7 +208,6 @@ class Connection(HttpToolsProtocol):
             self._stop(HeadTooLarge(f"{MAX_HEADERS} headers"))
 
     def on_body(self, body: bytes) -> None:
-        """Called by the parser for each part of a body."""
         self._got_body = True
         super().on_body(body)
 
@@ -235,7 +233,6 @@ class Connection(HttpToolsProtocol):
             super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """Called by the parser at the end of a request."""
         self._in_body = False
         if not self.parser.should_upgrade():
             super().on_message_complete()

@@ -22,7 +22,6 @@ class KeyRing:
         self._digests = [_digest(key.encode("utf-8", "surrogateescape")) for key in keys]
 
     def __bool__(self) -> bool:
-        """Whether any key is set."""
         return bool(self._digests)
 
     def check(self, headers: Headers) -> None:

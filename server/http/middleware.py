@@ -53,7 +53,6 @@ class RequestScope:
         self._root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -116,7 +115,6 @@ class Faults:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request."""
         started = False
 
         async def watched(message: Message) -> None:
@@ -141,7 +139,6 @@ class Keys:
         self._keys = KeyRing(keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request."""
         if self._keys and scope["type"] == "http" and not _is_open(scope):
             try:
                 self._keys.check(Headers(scope=scope))
@@ -183,7 +180,6 @@ class BodyLimit:
         self._total = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -70,7 +70,6 @@ class KeepAlive:
         return self._writer is not None and self._writer.may_write()
 
     def write(self, data: bytes) -> bool:
-        """Write a piece; returns `may_write`. There must be a writer."""
         assert self._writer is not None
         self._last = self._loop.time()
         return self._writer.write(data)
@@ -119,7 +118,6 @@ class EventStream(Response):
         self._keep_alive = keep_alive
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response."""
         sender = asyncio.current_task()
         assert sender is not None
         gone = False

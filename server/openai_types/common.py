@@ -67,7 +67,6 @@ class SizedBody(Body):
 
     @property
     def num_bytes(self) -> int:
-        """The size of the request's body in bytes."""
         return self._num_bytes
 
     @property
@@ -81,7 +80,6 @@ class SizedBody(Body):
         return self._num_bytes * (SCHEMA_WEIGHT if self.has_schema else 1)
 
     def note_size(self, num_bytes: int) -> None:
-        """Set the size of the body in bytes."""
         self._num_bytes = num_bytes
 
 
@@ -158,7 +156,6 @@ class TextPart(Body):
 
     @property
     def content(self) -> str:
-        """The part's text."""
         return self.text if self.text is not None else str((self.model_extra or {})["refusal"])
 
 
@@ -239,7 +236,6 @@ class GenerationBody(SizedBody):
 
     @property
     def stops(self) -> list[str]:
-        """The stop strings as a list."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
     @property

@@ -36,11 +36,9 @@ class PlainText:
     num_reasoning_tokens = 0
 
     def push(self, text: str, token_ids: Sequence[int]) -> list[Delta]:
-        """The text as a content delta."""
         return [Delta(content=text)] if text else []
 
     def finish(self) -> list[Delta]:
-        """No deltas, because nothing is held back."""
         return []
 
 
@@ -61,12 +59,10 @@ class EventParser:
         self._answered = False  # whether content or a call has begun
 
     def push(self, text: str, token_ids: Sequence[int]) -> list[Delta]:
-        """The deltas that `text` completes."""
         self._num_tokens += len(token_ids)
         return self._deltas(self._output.push(text)) if text else []
 
     def finish(self) -> list[Delta]:
-        """The deltas that the parser held back."""
         return self._deltas(self._output.finish())
 
     def _deltas(self, events: list[Event]) -> list[Delta]:
@@ -106,11 +102,9 @@ class MessageBuilder:
 
     @property
     def has_calls(self) -> bool:
-        """Whether the message contains a tool or function call."""
         return bool(self._calls) or self._function is not None
 
     def add(self, delta: Delta) -> None:
-        """Append a delta."""
         if delta.content:
             self._content.append(delta.content)
         if delta.reasoning_content:

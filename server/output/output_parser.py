@@ -25,7 +25,6 @@ class OutputParser:
         self._tools = tools
 
     def push(self, text: str) -> list[Event]:
-        """The events that this text completes."""
         events = self._reasoning.push(text) if self._reasoning else _content(text)
         return self._through_tools(events)
 

@@ -29,7 +29,6 @@ class ReasoningParser(Parser):
         super().__init__()
 
     def run(self) -> Wait[None]:
-        """Parse the output; see `Parser.run`."""
         space = yield from self.take_space()
         began = bool((yield from self.take_any([self.begin])))
         if began or self._inside:
@@ -55,7 +54,6 @@ class ReasoningParser(Parser):
         self._space += text[len(kept) :]
 
     def content(self, text: str) -> None:
-        """Emit text as content."""
         if text:
             self.emit(ContentDelta(text))
 
@@ -74,7 +72,6 @@ class DeepSeekV4Parser(ReasoningParser):
 
     @classmethod
     def answer_header(cls, prompt: str) -> str:
-        """As in the base class."""
         return cls.end if prompt.endswith(cls.begin) else ""
 
 
@@ -90,7 +87,6 @@ class GemmaParser(ReasoningParser):
     special_tokens = ("<|channel>", "<channel|>")
 
     def run(self) -> Wait[None]:
-        """Parse the output; see `Parser.run`."""
         yield from super().run()
         while (yield from self.take_until([self.begin], self.content)):
             yield from self._reasoning()

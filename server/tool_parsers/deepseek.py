@@ -36,7 +36,6 @@ class DeepSeekToolParser(JsonToolParser):
     special_tokens = (CALLS, CALLS_END, CALL, SEPARATOR, CALL_END)
 
     def run(self) -> Wait[None]:
-        """As in the base class."""
         while marker := (yield from self.take_until([CALLS, CALL], self.content)):
             raw = marker
             if marker == CALLS:
@@ -106,7 +105,6 @@ class DsmlToolParser(ToolParser):
 
     @classmethod
     def answer_header(cls, prompt: str) -> str:
-        """As in the base class: the end of the reasoning that the prompt has begun."""
         return THINK_END if prompt.endswith(THINK) else ""
 
     @classmethod
@@ -157,7 +155,6 @@ class DsmlToolParser(ToolParser):
         )
 
     def run(self) -> Wait[None]:
-        """As in the base class."""
         while raw := (yield from self.take_until([*BLOCKS, INVOKE], self.content)):
             if raw in BLOCKS:
                 raw += yield from self.take_space()

@@ -28,7 +28,6 @@ class ForcedToolParser(JsonToolParser):
         super().__init__(tools, new_id)
 
     def run(self) -> Wait[None]:
-        """As in the base class."""
         raw = yield from self.take_space()
         first = yield from self.peek()
         if self._name is not None and first == "{":

@@ -38,7 +38,6 @@ class GemmaToolParser(JsonToolParser):
         return self.is_known(name)
 
     def run(self) -> Wait[None]:
-        """As in the base class."""
         raw = yield from self.take_space()
         yield from self._json(raw)
         while marker := (yield from self.take_until([*_BLOCKS, _JSON_FENCE], self.content)):

@@ -48,11 +48,9 @@ class HarmonyToolParser(ToolParser):
 
     @classmethod
     def answer_header(cls, prompt: str) -> str:
-        """As in the base class."""
         return ANSWER if prompt.endswith(f"{START}assistant") else ""
 
     def run(self) -> Wait[None]:
-        """Read one message after the other."""
         header, is_message, body = self._first.partition(MESSAGE)
         if is_message and any(end in body for end in (END, CALL, RETURN)):
             header, is_message = "", ""  # the prompt ends after a message

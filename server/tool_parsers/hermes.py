@@ -14,7 +14,6 @@ class HermesToolParser(JsonToolParser):
     special_tokens = (BEGIN, END)
 
     def run(self) -> Wait[None]:
-        """As in the base class."""
         while (yield from self.take_until([BEGIN], self.content)):
             raw = BEGIN + (yield from self.take_space())
             before = self.num_calls

@@ -26,7 +26,6 @@ class Llama3JsonToolParser(JsonToolParser):
         return self.is_known(name)
 
     def run(self) -> Wait[None]:
-        """As in the base class."""
         raw = yield from self.take_space()
         raw += yield from self.take_any([TAG])
         while True:

@@ -23,7 +23,6 @@ class MistralToolParser(JsonToolParser):
         return "".join(random.SystemRandom().choices(string.ascii_letters + string.digits, k=9))
 
     def run(self) -> Wait[None]:
-        """As in the base class."""
         while (yield from self.take_until([BEGIN], self.content)):
             raw = BEGIN + (yield from self.take_space())
             before = self.num_calls

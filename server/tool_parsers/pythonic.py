@@ -14,7 +14,6 @@ class PythonicToolParser(ToolParser):
     special_tokens = (START, STOP)
 
     def run(self) -> Wait[None]:
-        """As in the base class."""
         raw = yield from self.take_space()
         raw += yield from self.take_any([START])
         raw += yield from self.take_space()

@@ -33,7 +33,6 @@ class Qwen3CoderToolParser(ToolParser):
         super().__init__(tools, new_id)
 
     def run(self) -> Wait[None]:
-        """As in the base class."""
         while raw := (yield from self.take_until([BEGIN, FUNCTION], self.content)):
             if raw == BEGIN:
                 raw += yield from self.take_space()

@@ -194,7 +194,6 @@ def _binomial_tail(hits: int, count: int) -> float:
 
 
 def tally(replies: Sequence[Reply]) -> Tally:
-    """Counts drafts and accepted drafts by position."""
     found = Tally()
     for reply in replies:
         found.num_tokens += len(reply.token_ids)

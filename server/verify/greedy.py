@@ -30,7 +30,6 @@ class Difference:
 
     @property
     def words(self) -> str:
-        """The difference as a phrase."""
         if self.gap is None:
             return f"ends after {self.position} tokens, and the other reply does not"
         return f"has a token {self.position + 1} that is {nats(self.gap)} below the likeliest"
@@ -91,7 +90,6 @@ def judge_company(alone: Sequence[Reply], together: Sequence[Reply], report: Rep
 
 
 def judge(name: str, greedy: Greedy, rounding: Rounding, report: Report) -> None:
-    """Add the verdict on one set of replies."""
     errors = [r.error for r in (*greedy.on, *greedy.off) if r.error]
     if errors:
         report.add(GROUP, name, False, f"{len(errors)} requests failed: {errors[0]}")

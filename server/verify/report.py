@@ -34,7 +34,6 @@ class Report:
 
     @property
     def passes(self) -> bool:
-        """Whether no check failed."""
         return all(check.status != "fail" for check in self.checks)
 
     def add(self, group: str, name: str, ok: bool, summary: str, **figures: Any) -> None:
@@ -50,7 +49,6 @@ class Report:
         self.checks.append(Check(group, name, "skip", why))
 
     def as_dict(self) -> dict[str, Any]:
-        """The report for JSON."""
         return {
             "kind": "verify",
             "passes": self.passes,

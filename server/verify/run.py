@@ -55,7 +55,6 @@ async def run_checks(
 
 
 async def _check_drafts(engine: Submits, greedy: Greedy, subject: Subject, report: Report) -> None:
-    """The checks of drafts within one engine."""
     check_alignment(greedy.on, report)
     await check_fresh(engine, greedy.on, subject, report)
     if subject.method != "ngram":

@@ -217,7 +217,6 @@ def two_samples(
 
 
 def _judge(sampled: Sampled, level: float, report: Report) -> None:
-    """Add the verdict on one set of options."""
     on, off, known = sampled.on, sampled.off, sampled.known
     errors = [reply.error for reply in (*on, *off) if reply.error]
     if errors:
@@ -279,7 +278,6 @@ def _words(two: Comparison) -> str:
 
 
 def bet_figures(bet: Bet, level: float) -> dict[str, float]:
-    """A bet for JSON."""
     return {
         "trials": bet.num_trials,
         "happened": bet.hits,

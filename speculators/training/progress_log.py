@@ -14,7 +14,6 @@ class ProgressLog:
         self.path = path
 
     def write(self, **values: Any) -> None:
-        """Append one line."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(values) + "\n")

@@ -143,7 +143,6 @@ class Trainer:
         self.save()
 
     def save(self) -> None:
-        """Write the checkpoint."""
         save_checkpoint(
             self._path,
             {

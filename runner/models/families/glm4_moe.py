@@ -31,7 +31,6 @@ class GlmLayer(DecoderLayer):
     """A pre-norm block. The first ones are dense."""
 
     def make_mlp(self, config: Any, index: int, fmt: WeightFormat) -> FeedForward:
-        """As the base class; experts after the dense layers."""
         if index >= (config.first_k_dense_replace or 0):
             return SharedMoE(config, _routing(config), fmt, correction=True)
         return super().make_mlp(config, index, fmt)

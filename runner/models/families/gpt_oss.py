@@ -249,11 +249,9 @@ class GptOssLayer(DecoderLayer):
     def make_attention(
         self, config: Any, index: int, layer_id: int, fmt: WeightFormat
     ) -> Attention:
-        """As the base class, with sinks."""
         return SinkAttention(config, index, layer_id, fmt)
 
     def make_mlp(self, config: Any, index: int, fmt: WeightFormat) -> FeedForward:
-        """As the base class: experts in every layer."""
         return GptOssMLP(config, fmt)
 
 

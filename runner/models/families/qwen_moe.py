@@ -79,7 +79,6 @@ class QwenMoeLayer(DecoderLayer):
     """A pre-norm block whose feed-forward part is dense or has experts."""
 
     def make_mlp(self, config: Any, index: int, fmt: WeightFormat) -> FeedForward:
-        """As the base class; experts where the config says so."""
         if has_experts(config, index):
             return SparseMLP(config, fmt)
         return super().make_mlp(config, index, fmt)

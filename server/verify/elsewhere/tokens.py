@@ -26,7 +26,6 @@ class Tokens:
 
     @classmethod
     def of(cls, choice: dict[str, Any]) -> Tokens:
-        """Read a reply's choice."""
         found = choice.get("logprobs") or {}
         if rows := found.get("content"):  # as chats report them, also for completions of llama.cpp
             found = {

@@ -38,7 +38,6 @@ svg text{fill:var(--ink)}.bar{fill:var(--bar)}rect.bad{fill:var(--bad)}
 
 
 def page(report: Report) -> str:
-    """The report as HTML."""
     setup = report.setup
     model = str(setup.get("model", setup.get("url", "")))
     kind = "pass" if report.passes else "fail"
