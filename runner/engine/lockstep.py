@@ -5,25 +5,12 @@ Each engine has its own requests and scheduler, but every MoE layer needs the ra
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from ..messages import ExpertLoad
 from ..parallel.engine_group import Calls
-from ..parallel.expert_loads import ExpertLoads
 from ..scheduling.plan import StepPlan
-
-
-class Sync(Protocol):
-    """The part of `step.data_parallel.DataParallelSync` that is read here."""
-
-    @property
-    def is_active(self) -> bool: ...
-
-    @property
-    def kept_drafts(self) -> int: ...
-
-    @property
-    def loads(self) -> ExpertLoads | None: ...
+from ..step.data_parallel import DataParallelSync
 
 
 class Lockstep:
@@ -32,7 +19,7 @@ class Lockstep:
     The thread that runs steps has the last word: it skips the plans of a group that rests.
     """
 
-    def __init__(self, sync: Sync, calls: Calls) -> None:
+    def __init__(self, sync: DataParallelSync, calls: Calls) -> None:
         self._sync, self._calls = sync, calls
         self._wave: int | None = None  # to which this engine is called and has not come yet
         self._num_plans = 0

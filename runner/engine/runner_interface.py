@@ -1,20 +1,14 @@
-"""The model runner as the engine sees it: its facts, its steps, and handles on their results."""
+"""The model runner as the engine sees it: its steps, and handles on their results."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from ...configs.schema import StepLimits
-from ..scheduling.kv_blocks import BlockGroup
 from ..scheduling.plan import RowResult, StepPlan
-from ..scheduling.state_snapshots import StateGroup
+from ..step.parts import RunnerFacts
 from .swap import ExchangesDrafter
-
-if TYPE_CHECKING:
-    from ...speculators.base import SpeculatorNeeds
 
 
 class Handle(Protocol):
@@ -28,49 +22,6 @@ class Handle(Protocol):
 
         Raises what the step raised.
         """
-
-
-class RunnerFacts(Protocol):
-    """What a model runner reports about itself once it is ready."""
-
-    @property
-    def max_model_len(self) -> int: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def kv_groups(self) -> Sequence[BlockGroup]: ...
-
-    @property
-    def eos_token_ids(self) -> Sequence[int]: ...
-
-    @property
-    def device(self) -> str: ...
-
-    @property
-    def dtype(self) -> str: ...
-
-    @property
-    def attention_backend(self) -> str: ...
-
-    @property
-    def needs(self) -> SpeculatorNeeds: ...
-
-    @property
-    def state_group(self) -> StateGroup | None: ...
-
-    @property
-    def limits(self) -> StepLimits: ...
-
-    @property
-    def startup_seconds(self) -> dict[str, float]: ...
-
-    @property
-    def step_seconds(self) -> dict[tuple[int, int], float]: ...
-
-    @property
-    def lowered_claims(self) -> Sequence[str]: ...
 
 
 class ModelRunner(ExchangesDrafter, Protocol):

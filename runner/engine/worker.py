@@ -11,18 +11,21 @@ import importlib
 import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 from ...configs.logs import configure_logging
 from ...configs.options import ConfigError
 from ...configs.schema import Config
 from ..channel import WorkerChannel
 from ..errors import DrafterError, RunnerError, first_line
-from ..messages import Fatal, Progress, Ready, Shutdown, StepOutputs, ToWorker
+from ..messages import Fatal, Progress, Shutdown
 from ..parallel.group import RankFailed
 from ..process import EngineOrders, Hosted, WorkerOrders, end_now, receive_orders
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 log = logging.getLogger("slipstream.worker")
 OTHER_ENGINES_SECONDS = 1.0  # for the server to notice that another engine has died
@@ -30,32 +33,8 @@ OTHER_ENGINES_SECONDS = 1.0  # for the server to notice that another engine has 
 _OF_USERS = (RunnerError, ConfigError, OSError, ImportError)
 
 
-class WorkerEngine(Protocol):
-    """The engine as the main loop sees it."""
-
-    ready: Ready
-    idle_seconds: float | None  # how often `check` must run while there is no work; None = never
-    calls: Any  # a ZeroMQ socket that is readable when `has_work` may have changed; None: none
-
-    def check(self) -> None:
-        """Raise RunnerError if the engine cannot go on, as when another rank has died."""
-
-    def handle(self, messages: list[ToWorker]) -> None:
-        """Process messages; never raises for a fault of a single request."""
-
-    def has_work(self) -> bool:
-        """True while `step` would do something; steps in flight count."""
-
-    def step(self, interrupted: Callable[[], bool]) -> Sequence[StepOutputs]:
-        """Run one step and return finished outputs; if `interrupted`, return before it has
-        ended."""
-
-    def shutdown(self) -> None:
-        """Stop threads and free devices."""
-
-
 # The function that it gets sends a message to the server.
-BuildEngine = Callable[[Config, Callable[[Progress | Fatal], None]], WorkerEngine]
+BuildEngine = Callable[[Config, Callable[[Progress | Fatal], None]], "Engine"]
 
 
 def find_engine(
@@ -84,7 +63,7 @@ def tune_garbage_collector() -> None:
     gc.set_threshold(50_000, 20, 20)
 
 
-def run(engine: WorkerEngine, channel: WorkerChannel) -> None:
+def run(engine: Engine, channel: WorkerChannel) -> None:
     """Serve until a `Shutdown` message arrives. Blocks while there is nothing to do."""
     idle = engine.idle_seconds
     while True:
@@ -112,7 +91,7 @@ def serve(orders: WorkerOrders) -> int:
     """Build the engine, report `Ready`, and run it until shutdown; returns the exit status."""
     key = "" if orders.endpoint.startswith("ipc:") or orders.hosted is None else orders.hosted.key
     channel = WorkerChannel(orders.endpoint, key)
-    engine: WorkerEngine | None = None
+    engine: Engine | None = None
     try:
         build = find_engine(orders.engine, orders.hosted, orders.engines)
         engine = build(orders.config, lambda message: channel.send([message]))

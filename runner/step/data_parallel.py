@@ -21,6 +21,7 @@ from ..graphs.dispatch import eager_descriptor
 from ..parallel.engine_group import EngineGroup, HostGroup
 from ..parallel.expert_loads import ExpertLoads, find_loads
 from ..parallel.experts import RowExchange, padded_counts
+from .target import Target
 
 NUM_ROWS = 7  # of the table that ranks share, with one column per rank
 _TOKENS, _MODE, _UNIFORM, _MAX_QUERY, _MICROBATCH, _REQS, _DRAFTS = range(NUM_ROWS)
@@ -140,18 +141,8 @@ def _kept_drafts(table: Sequence[Sequence[int]], rank: int, busy: Sequence[int])
     return table[_DRAFTS][rank]
 
 
-class SharedTarget(Protocol):
-    """The part of `Target` that is used here."""
-
-    @property
-    def model(self) -> object: ...
-
-    @property
-    def dispatch(self) -> Dispatch: ...
-
-
 def create_sync(
-    engines: EngineGroup | None, target: SharedTarget, idle_query_len: int
+    engines: EngineGroup | None, target: Target, idle_query_len: int
 ) -> DataParallelSync | None:
     """This rank's side; None if there are no other ranks."""
     if engines is None:

@@ -14,8 +14,9 @@ from typing import Any, Protocol
 
 from ...configs.schema import Config
 from ..messages import SamplingParams
+from ..parallel.ranks import HasLeast
 from ..scheduling.plan import NewRequest, ScheduledRow, StepPlan
-from .warm_up import different_tokens, request_fits
+from .warm_up import SteppedRunner, different_tokens, request_fits
 
 _SIZES = (1, 256, 16, 64, 4, 128, 8, 32, 2, 512)  # in this order, so that interpolation is good
 _CPU_SIZES = (1, 8)  # a step of many requests takes a second
@@ -26,27 +27,14 @@ _IN_FLIGHT = 2  # steps, as in the engine
 _PROMPT_LEN = 8
 
 
-class TimedRunner(Protocol):
+class TimedRunner(SteppedRunner, Protocol):
     """The part of a model runner that is used here."""
-
-    @property
-    def facts(self) -> Any: ...
-
-    def execute(self, plan: StepPlan) -> Any: ...
-
-    def fill_tokens(self, num_slots: int, num_drafts: int) -> None: ...
 
     def synchronize(self) -> None: ...
 
 
-class Engines(Protocol):
-    """The engines that share experts and measure the same steps at the same time."""
-
-    def least(self, values: Sequence[int]) -> list[int]: ...
-
-
 def measure_steps(
-    runner: TimedRunner, config: Config, engines: Engines | None = None
+    runner: TimedRunner, config: Config, engines: HasLeast | None = None
 ) -> dict[tuple[int, int], float]:
     """Returns (requests, drafts of each) -> seconds of a step, for the cells that can be measured
     within a few seconds."""
