@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Metric, generate_latest
 from prometheus_client.core import HistogramMetricFamily
@@ -25,8 +26,32 @@ REQUEST_SECONDS = (
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
+_Kind = TypeVar("_Kind", Counter, Gauge)
 TROUBLE_SIGNS = ("zero", "drop", "loop")
 OUTCOMES = ("stop", "length", "abort", "error")
+# Field of StepStats -> name and description of the counter that adds it up.
+_STEP_COUNTERS = {
+    "num_prompt_tokens": (
+        "prompt_tokens_computed", "Prompt tokens computed, cached ones not counted.",
+    ),
+    "num_generated_tokens": ("generation_tokens", "Tokens generated."),
+    "prefix_cache_queries": ("prefix_cache_queries", "Tokens looked up in the cache."),
+    "prefix_cache_hits": ("prefix_cache_hits", "Tokens found in the cache."),
+    "num_preemptions": ("num_preemptions", "Requests preempted."),
+    "num_plain_steps": (
+        "plain_decode_steps", "Decode steps of a request without drafts to verify.",
+    ),
+    "num_drafts": ("spec_decode_num_drafts", "Steps that verified drafts."),
+    "num_draft_tokens": ("spec_decode_num_draft_tokens", "Tokens drafted."),
+    "num_accepted_tokens": ("spec_decode_num_accepted_tokens", "Drafts accepted."),
+    "decode_seconds": (
+        "spec_decode_seconds", "Duration of decode steps without prompts, if K is chosen.",
+    ),
+    "seconds_without_drafts": (
+        "spec_decode_seconds_without_drafts",
+        "How long their tokens would have taken without drafts, by measured steps without.",
+    ),
+}  # fmt: skip
 
 
 class Histogram:
@@ -161,90 +186,59 @@ class Metrics:
         self._make_histograms()
 
     def _make_gauges(self) -> None:
-        self.running = self._gauge("num_requests_running", "Requests in the running batch.")
-        self.waiting = self._gauge("num_requests_waiting", "Requests waiting to run.")
-        self.kv_usage = self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.")
-        self._up = self._gauge("engine_up", "1 while the worker serves, otherwise 0.")
-        self._current_k = self._gauge("spec_decode_current_k", "Draft length K of the newest step.")
-        self._healthy = self._gauge(
+        gauge = partial(self._metric, Gauge)
+        self.running = gauge("num_requests_running", "Requests in the running batch.")
+        self.waiting = gauge("num_requests_waiting", "Requests waiting to run.")
+        self.kv_usage = gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.")
+        self._up = gauge("engine_up", "1 while the worker serves, otherwise 0.")
+        self._current_k = gauge("spec_decode_current_k", "Draft length K of the newest step.")
+        self._healthy = gauge(
             "spec_decode_drafter_healthy",
             "0 while drafting is off because the drafter seems broken, otherwise 1.",
         )
         self._healthy.set(1)
-        self._imbalance = self._gauge(
+        self._imbalance = gauge(
             "expert_load_imbalance", "Load of a layer's busiest expert over the mean of all."
         )
-        self._startup = Gauge(
-            self._name("startup_seconds"),
-            "Duration of the worker's start, by phase.",
-            [*self._labels, "phase"],
-            registry=self.registry,
+        self._startup = gauge(
+            "startup_seconds", "Duration of the worker's start, by phase.", "phase"
         )
 
     def _make_counters(self) -> None:
-        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of started requests.")
-        self._computed = self._counter(
-            "prompt_tokens_computed", "Prompt tokens computed, cached ones not counted."
-        )
-        self._generated = self._counter("generation_tokens", "Tokens generated.")
-        self._queries = self._counter("prefix_cache_queries", "Tokens looked up in the cache.")
-        self._hits = self._counter("prefix_cache_hits", "Tokens found in the cache.")
-        self._preemptions = self._counter("num_preemptions", "Requests preempted.")
-        self._restarts = self._counter("engine_restarts", "Times the worker was started again.")
-        self._lost_drafters = self._counter(
+        counter = partial(self._metric, Counter)
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of started requests.")
+        self._of_step = [(field, counter(*named)) for field, named in _STEP_COUNTERS.items()]
+        self._restarts = counter("engine_restarts", "Times the worker was started again.")
+        self._lost_drafters = counter(
             "spec_decode_lost_drafters",
             "Worker restarts at which the drafter could not be loaded and was replaced or dropped.",
         )
         self._num_restarts = self._num_lost_drafters = 0
-        self._expert_tokens = self._counter(
+        self._expert_tokens = counter(
             "expert_tokens", "Tokens computed by the experts of an engine's first GPU, by choice."
         )
-        self._plain_steps = self._counter(
-            "plain_decode_steps", "Decode steps of a request without drafts to verify."
+        self._per_position = counter(
+            "spec_decode_num_accepted_tokens_per_pos", "Drafts accepted, by position.", "position"
         )
-        self._drafts = self._counter("spec_decode_num_drafts", "Steps that verified drafts.")
-        self._draft_tokens = self._counter("spec_decode_num_draft_tokens", "Tokens drafted.")
-        self._accepted = self._counter("spec_decode_num_accepted_tokens", "Drafts accepted.")
-        self._decode_seconds = self._counter(
-            "spec_decode_seconds", "Duration of decode steps without prompts, if K is chosen."
-        )
-        self._without_drafts = self._counter(
-            "spec_decode_seconds_without_drafts",
-            "How long their tokens would have taken without drafts, by measured steps without.",
-        )
-        self._per_position = Counter(
-            self._name("spec_decode_num_accepted_tokens_per_pos"),
-            "Drafts accepted, by position.",
-            [*self._labels, "position"],
-            registry=self.registry,
-        )
-        self._k_steps = Counter(
-            self._name("spec_decode_k_steps"),
+        self._k_steps = counter(
+            "spec_decode_k_steps",
             "Steps, by draft length K and the reason for choosing it.",
-            [*self._labels, "k", "reason"],
-            registry=self.registry,
+            "k",
+            "reason",
         )
-        self._troubles = Counter(
-            self._name("spec_decode_drafter_troubles"),
+        self._troubles = counter(
+            "spec_decode_drafter_troubles",
             "Signs of trouble the watchdog saw; zero and loop turn the drafter off, drop warns.",
-            [*self._labels, "sign"],
-            registry=self.registry,
+            "sign",
         )
         for sign in TROUBLE_SIGNS:
-            self._troubles.labels(*self._labels.values(), sign)
-        success = Counter(
-            self._name("request_success"),
-            "Ended requests, by outcome.",
-            [*self._labels, "finished_reason"],
-            registry=self.registry,
-        )
-        values = self._labels.values()
-        self.outcomes = {outcome: success.labels(*values, outcome) for outcome in OUTCOMES}
-        self._lowered_claims = Counter(
-            self._name("attention_claims_lowered"),
+            self._labelled(self._troubles, sign)
+        success = counter("request_success", "Ended requests, by outcome.", "finished_reason")
+        self.outcomes = {outcome: self._labelled(success, outcome) for outcome in OUTCOMES}
+        self._lowered_claims = counter(
+            "attention_claims_lowered",
             "Graph-capture claims of the attention back end that failed their start-up test.",
-            [*self._labels, "backend"],
-            registry=self.registry,
+            "backend",
         )
         self._http = Counter(
             self._name("http_requests"),
@@ -307,24 +301,12 @@ class Metrics:
         self.running.set(stats.num_running)
         self.waiting.set(stats.num_waiting)
         self.kv_usage.set(stats.kv_cache_usage)
-        for counter, value in (
-            (self._computed, stats.num_prompt_tokens),
-            (self._generated, stats.num_generated_tokens),
-            (self._queries, stats.prefix_cache_queries),
-            (self._hits, stats.prefix_cache_hits),
-            (self._preemptions, stats.num_preemptions),
-            (self._plain_steps, stats.num_plain_steps),
-            (self._drafts, stats.num_drafts),
-            (self._draft_tokens, stats.num_draft_tokens),
-            (self._accepted, stats.num_accepted_tokens),
-            (self._decode_seconds, stats.decode_seconds),
-            (self._without_drafts, stats.seconds_without_drafts),
-        ):
-            if value:
+        for field, counter in self._of_step:
+            if value := getattr(stats, field):
                 counter.inc(value)
         for position, accepted in enumerate(stats.accepted_per_pos):
             if accepted:
-                self._per_position.labels(*self._labels.values(), str(position)).inc(accepted)
+                self._labelled(self._per_position, str(position)).inc(accepted)
         self._drafting(stats)
         if stats.expert_load is not None:
             self._expert_tokens.inc(stats.expert_load.tokens)
@@ -336,11 +318,10 @@ class Metrics:
         if stats.drafter_healthy is not None:
             self._healthy.set(int(stats.drafter_healthy))
         for sign, count in stats.drafter_troubles.items():
-            self._troubles.labels(*self._labels.values(), sign).inc(count)
+            self._labelled(self._troubles, sign).inc(count)
         if stats.current_k is not None:
             self._current_k.set(stats.current_k)
-            labels = (*self._labels.values(), str(stats.current_k), stats.k_reason)
-            self._k_steps.labels(*labels).inc()
+            self._labelled(self._k_steps, str(stats.current_k), stats.k_reason).inc()
 
     def engine_ready(self, ready: Ready) -> None:
         """Record that the worker is ready, with the facts of its start.
@@ -349,12 +330,12 @@ class Metrics:
         """
         self._up.set(1)
         for phase, seconds in ready.startup_seconds.items():
-            self._startup.labels(*self._labels.values(), phase).set(seconds)
+            self._labelled(self._startup, phase).set(seconds)
         for backend in ready.lowered_claims if ready is not self._ready else ():
-            self._lowered_claims.labels(*self._labels.values(), backend).inc()
+            self._labelled(self._lowered_claims, backend).inc()
         self._ready = ready
         for position in range(ready.num_speculative_tokens):
-            self._per_position.labels(*self._labels.values(), str(position))
+            self._labelled(self._per_position, str(position))
 
     def engine_gone(self) -> None:
         """Reset the gauges while no worker runs."""
@@ -387,10 +368,10 @@ class Metrics:
     def _name(self, name: str) -> str:
         return f"{self._prefix}:{name}"
 
-    def _gauge(self, name: str, doc: str) -> Gauge:
-        gauge = Gauge(self._name(name), doc, list(self._labels), registry=self.registry)
-        return gauge.labels(*self._labels.values())
+    def _metric(self, kind: type[_Kind], name: str, doc: str, *labels: str) -> _Kind:
+        """A metric; one without `labels` of its own is ready to be counted."""
+        made = kind(self._name(name), doc, [*self._labels, *labels], registry=self.registry)
+        return made if labels else self._labelled(made)
 
-    def _counter(self, name: str, doc: str) -> Counter:
-        counter = Counter(self._name(name), doc, list(self._labels), registry=self.registry)
-        return counter.labels(*self._labels.values())
+    def _labelled(self, metric: _Kind, *values: str) -> _Kind:
+        return metric.labels(*self._labels.values(), *values)
