@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any
 from ...configs.load import load_config
 from ...configs.options import ConfigError, all_options, read_text
 from ...configs.schema import Config
-from .output import add_output, check_file, tables_to_stderr, write_figures
+from .output import (
+    Values,
+    add_output,
+    add_values,
+    check_file,
+    check_least,
+    tables_to_stderr,
+    write_figures,
+)
 
 if TYPE_CHECKING:
     from ..drafters.acceptance import MeasuredPrompt
@@ -24,14 +32,18 @@ _TARGET = (
     *("model", "tokenizer", "revision", "dtype", "load_format", "max_model_len", "device"),
     *("gpu_memory_utilization", "max_num_seqs", "chat_template", "enforce_eager", "log_level"),
 )
+_VALUES: Values = {
+    "--method": ("eagle3", "drafting method"),
+    "--num-speculative-tokens": (4, "draft length K"),
+    "--max-tokens": (128, "longest reply, in tokens"),
+    "--concurrency": (8, "replies generated at once"),
+    "--temperatures": ("0,1", "temperatures to measure at, separated by commas"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "drafter", metavar="DRAFTER_DIR", help="the drafter's folder or Hugging Face id"
-    )
-    parser.add_argument(
-        "--method", metavar="STR", default="eagle3", help="drafting method (default: eagle3)"
     )
     parser.add_argument(
         "--data",
@@ -40,20 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="JSONL file of prompts, measured on those with the split heldout if there are any; or "
         "builtin for 80 chats of eight domains (default)",
     )
-    for flag, kind, default, text in (
-        ("--num-speculative-tokens", int, 4, "draft length K"),
-        ("--max-tokens", int, 128, "longest reply, in tokens"),
-        ("--concurrency", int, 8, "replies generated at once"),
-    ):
-        parser.add_argument(
-            flag, type=kind, metavar="INT", default=default, help=f"{text} (default: {default})"
-        )
-    parser.add_argument(
-        "--temperatures",
-        metavar="LIST",
-        default="0,1",
-        help="temperatures to measure at (default: 0,1)",
-    )
+    add_values(parser, _VALUES)
     add_output(parser, "--json")
     group = parser.add_argument_group("target", "The model, as for `slipstream serve`.")
     for name in _TARGET:
@@ -70,9 +69,7 @@ def run(args: argparse.Namespace) -> int:
     given = vars(args)
     check_file("--output", args.output)
     temperatures = _temperatures(args.temperatures)
-    for flag in ("max_tokens", "concurrency"):
-        if given[flag] < 1:
-            raise ConfigError(f"--{flag.replace('_', '-')} must be at least 1, not {given[flag]}")
+    check_least(args, {"max_tokens": 1, "concurrency": 1})
     speculative = {
         "method": args.method,
         "model": args.drafter,

@@ -14,10 +14,29 @@ from ...configs.hosts import check_one_host
 from ...configs.load import add_flags, load_config
 from ...configs.options import ConfigError
 from ...configs.schema import Config
-from .output import add_output, check_file, tables_to_stderr, write_figures
+from .output import (
+    Values,
+    add_output,
+    add_values,
+    check_file,
+    check_least,
+    tables_to_stderr,
+    write_figures,
+)
 
 SUMMARY = "measure the engine's decode speed by batch size, with and without speculation"
 _SPARE = 64  # positions after the longest request, for drafts
+_VALUES: Values = {
+    "--input-len": (128, "length of each request's random prompt, in tokens"),
+    "--output-len": (256, "decode tokens measured for each request"),
+    "--num-iters": (
+        2,
+        "timed runs of each batch size, of which the fastest counts; with a drafter, the mean "
+        "counts, and small batches are repeated to 8 requests",
+    ),
+    "--num-warmup": (1, "runs before the timed ones"),
+    "--bench-seed": (0, "random seed of the prompts"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,21 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--batch-sizes", metavar="LIST", default="1,8,32", help="batch sizes (default: 1,8,32)"
     )
-    for flag, default, text in (
-        ("--input-len", 128, "length of each request's random prompt, in tokens"),
-        ("--output-len", 256, "decode tokens measured for each request"),
-        (
-            "--num-iters",
-            2,
-            "timed runs of each batch size, of which the fastest counts; with a drafter, the mean "
-            "counts, and small batches are repeated to 8 requests",
-        ),
-        ("--num-warmup", 1, "runs before the timed ones"),
-        ("--bench-seed", 0, "random seed of the prompts"),
-    ):
-        group.add_argument(
-            flag, type=int, metavar="INT", default=default, help=f"{text} (default: {default})"
-        )
+    add_values(group, _VALUES)
     group.add_argument(
         "--same-prompts",
         action="store_true",
@@ -74,15 +79,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"--batch-sizes must be integers separated by commas, not {args.batch_sizes!r}"
         ) from None
-    given = vars(args)
-    for name in ("input_len", "output_len", "num_iters"):
-        if given[name] < 1:
-            flag = name.replace("_", "-")
-            raise ConfigError(f"--{flag} must be at least 1, not {given[name]}")
+    check_least(args, {"input_len": 1, "output_len": 1, "num_iters": 1, "num_warmup": 0})
     if min(batch_sizes) < 1:
         raise ConfigError(f"--batch-sizes must each be at least 1, not {args.batch_sizes}")
-    if args.num_warmup < 0:
-        raise ConfigError(f"--num-warmup must be at least 0, not {args.num_warmup}")
     check_plot(args.plot)
     check_file("--output", args.output)
     load = Workload(

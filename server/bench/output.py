@@ -1,4 +1,4 @@
-"""Writes a benchmark's figures as JSON: the flag `--output FILE` of `slipstream bench`."""
+"""What the commands that measure share: flags, their checks, and figures as JSON (`--output`)."""
 
 from __future__ import annotations
 
@@ -7,13 +7,32 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ...configs.options import ConfigError
 
+Values = Mapping[str, tuple[int | float | str, str]]  # flag -> its default, and what it means
 _STANDARD_OUTPUT = "-"
+
+
+def add_values(parser: argparse._ActionsContainer, flags: Values) -> None:
+    """Add flags that have a value of the default's type."""
+    for flag, (default, text) in flags.items():
+        kind = type(default)
+        shown = f"{default:g}" if kind is float else default
+        text = f"{text} (default: {shown})"
+        metavar = kind.__name__.upper()
+        parser.add_argument(flag, type=kind, metavar=metavar, default=default, help=text)
+
+
+def check_least(args: argparse.Namespace, least: Mapping[str, int]) -> None:
+    """Raise ConfigError if an argument, by its name, is below the least value that it may have."""
+    for name, bound in least.items():
+        value = vars(args)[name]
+        if value is not None and value < bound:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least {bound}, not {value}")
 
 
 def add_output(parser: argparse._ActionsContainer, *older: str) -> None:

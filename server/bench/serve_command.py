@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -13,7 +14,15 @@ from typing import Any
 from ...configs.logs import one_line
 from ...configs.options import ConfigError
 from ...configs.preset import preset_model
-from .output import add_output, check_file, tables_to_stderr, write_figures
+from .output import (
+    Values,
+    add_output,
+    add_values,
+    check_file,
+    check_least,
+    tables_to_stderr,
+    write_figures,
+)
 
 SUMMARY = "measure latency, throughput and acceptance of any OpenAI-compatible server under load"
 _LATENCIES = ("ttft", "tpot", "e2el")  # those that --goodput can limit
@@ -36,37 +45,46 @@ _LATENCY_LABELS = {
     "itl": "ITL (between chunks)",
     "e2el": "E2EL (whole request)",
 }
+_VALUES: Values = {
+    "--host": ("127.0.0.1", "host of the server"),
+    "--port": (8000, "port of the server"),
+    "--temperature": (0.0, "sampling temperature"),
+    "--num-prompts": (100, "number of requests to measure"),
+    "--num-warmups": (1, "requests sent before, which are not measured"),
+    "--random-input-len": (128, "random: prompt length in tokens"),
+    "--random-output-len": (128, "random, and custom lines that set none: tokens to generate"),
+    "--random-range-ratio": (0.0, "random: vary lengths by this fraction in both directions"),
+    "--max-len": (1024, "lognormal and sharegpt: longest prompt and longest reply, in tokens"),
+    "--seed": (0, "random seed of lengths, prompts and arrivals"),
+    "--request-rate": (math.inf, "requests sent per second; inf sends all at once"),
+    "--burstiness": (
+        1.0,
+        "shape of the gamma-distributed gaps between requests: 1 is Poisson, less comes in bursts",
+    ),
+    "--timeout": (600.0, "seconds without data after which a request fails"),
+}
+_LEAST = {"num_warmups": 0, "num_prompts": 1, "max_concurrency": 1, "client_processes": 1}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags, named as in `vllm bench serve` where they mean the same."""
     add = parser.add_argument
     add("--base-url", metavar="URL", help="URL of the server (default: http://HOST:PORT)")
-    add("--host", default="127.0.0.1", help="host of the server (default: 127.0.0.1)")
-    add("--port", type=int, default=8000, help="port of the server (default: 8000)")
     add(
-        "--backend",
-        choices=("openai", "openai-chat"),
-        default="openai",
+        "--backend", choices=("openai", "openai-chat"), default="openai",
         help="API to use: completions (openai) or chat (openai-chat) (default: openai)",
-    )
+    )  # fmt: skip
     add("--endpoint", metavar="PATH", help="path of the endpoint (default: as for --backend)")
     add("--model", help="name of the model (default: the first one in the server's /v1/models)")
     add("--api-key", metavar="KEY", help="API key of the server (default: $OPENAI_API_KEY)")
     add(
-        "--header",
-        metavar="NAME=VALUE",
-        action="append",
-        default=[],
+        "--header", metavar="NAME=VALUE", action="append", default=[],
         help="additional HTTP header; repeat for several",
-    )
+    )  # fmt: skip
     add(
-        "--extra-body",
-        metavar="JSON",
-        default="{}",
+        "--extra-body", metavar="JSON", default="{}",
         help="JSON object of additional fields for every request",
-    )
-    add("--temperature", type=float, default=0.0, help="sampling temperature (default: 0)")
+    )  # fmt: skip
     add("--ignore-eos", action="store_true", help="generate past the end-of-text token")
     add(
         "--dataset-name",
@@ -82,54 +100,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokenizer",
         help="tokenizer that counts sharegpt's tokens (default: assume four characters per token)",
     )
-    for flag, default, text in (
-        ("--num-prompts", 100, "number of requests to measure"),
-        ("--num-warmups", 1, "requests sent before, which are not measured"),
-        ("--random-input-len", 128, "random: prompt length in tokens"),
-        ("--random-output-len", 128, "random, and custom lines that set none: tokens to generate"),
-        ("--max-len", 1024, "lognormal and sharegpt: longest prompt and longest reply, in tokens"),
-        ("--seed", 0, "random seed of lengths, prompts and arrivals"),
-    ):
-        add(flag, type=int, metavar="INT", default=default, help=f"{text} (default: {default})")
-    add(
-        "--random-range-ratio",
-        type=float,
-        default=0.0,
-        help="random: vary lengths by this fraction in both directions (default: 0)",
-    )
-    add(
-        "--request-rate",
-        type=float,
-        default=float("inf"),
-        help="requests sent per second (default: inf, all at once)",
-    )
-    add(
-        "--burstiness",
-        type=float,
-        default=1.0,
-        help="shape of the gamma-distributed gaps between requests: 1 is Poisson, less comes in "
-        "bursts (default: 1)",
-    )
     add("--max-concurrency", type=int, metavar="INT", help="most requests open at once")
     add(
-        "--goodput",
-        metavar="NAME:MS",
-        nargs="+",
-        default=[],
+        "--goodput", metavar="NAME:MS", nargs="+", default=[],
         help="count requests within these limits of ttft, tpot or e2el, in milliseconds",
-    )
+    )  # fmt: skip
     add(
-        "--timeout",
-        type=float,
-        default=600.0,
-        help="seconds without data after which a request fails (default: 600)",
-    )
-    add(
-        "--client-processes",
-        type=int,
-        metavar="INT",
+        "--client-processes", type=int, metavar="INT",
         help="number of processes that send the requests (default: by cores and concurrency)",
-    )
+    )  # fmt: skip
+    add_values(parser, _VALUES)
     add_output(parser)
     add("--plot", metavar="FILE", help="draw the latency distributions as PNG")
 
@@ -138,11 +118,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure and print; returns the exit status, which is 1 if any request failed."""
     from .plot import check_plot
 
-    least_values = {"num_warmups": 0, "num_prompts": 1, "max_concurrency": 1, "client_processes": 1}
-    for name, least in least_values.items():
-        value = vars(args)[name]
-        if value is not None and value < least:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, not {value}")
+    check_least(args, _LEAST)
     if not (args.request_rate > 0 and args.burstiness > 0):
         raise ConfigError("--request-rate and --burstiness must be above 0")
     if not 0 <= args.random_range_ratio < 1:

@@ -18,10 +18,19 @@ if TYPE_CHECKING:
 
 SUMMARY = "check on your own model that speculation changes nothing but the speed"
 _LEAST = {"num_prompts": 1, "max_tokens": 1, "samples": 0, "sample_tokens": 4}
+_VALUES: dict[str, tuple[int | float | str, str]] = {
+    "--num-prompts": (16, "prompts of the greedy checks"),
+    "--max-tokens": (64, "longest greedy reply, in tokens"),
+    "--samples": (512, "sampled replies of either side for each set of options; 0 = none"),
+    "--sample-tokens": (16, "longest sampled reply, in tokens"),
+    "--minutes": (
+        5.0, "time for sampled replies, after which fewer than --samples are compared"
+    ),
+}  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from ..bench.output import add_output
+    from ..bench.output import add_output, add_values
 
     group = parser.add_argument_group("verify", "What is checked.")
     group.add_argument(
@@ -38,22 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "names a server without drafts to compare it with. MODEL is then the name in requests, and "
         "--api-key or OPENAI_API_KEY the key",
     )
-    for flag, default, text in (
-        ("--num-prompts", 16, "prompts of the greedy checks"),
-        ("--max-tokens", 64, "longest greedy reply, in tokens"),
-        ("--samples", 512, "sampled replies of either side for each set of options; 0 = none"),
-        ("--sample-tokens", 16, "longest sampled reply, in tokens"),
-    ):
-        group.add_argument(
-            flag, type=int, metavar="INT", default=default, help=f"{text} (default: {default})"
-        )
-    group.add_argument(
-        "--minutes",
-        type=float,
-        metavar="FLOAT",
-        default=5.0,
-        help="time for sampled replies, after which fewer than --samples are compared (default: 5)",
-    )
+    add_values(group, _VALUES)
     add_output(group)
     group.add_argument("--html", metavar="FILE", help="write the report as one page of HTML")
     add_flags(parser)
@@ -61,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check everything and print the report; returns 0 if all checks pass, otherwise 1."""
-    from ..bench.output import check_file, tables_to_stderr, write_figures
+    from ..bench.output import check_file, check_least, tables_to_stderr, write_figures
     from ..verify.plan import Plan
 
     check_file("--output", args.output)
@@ -73,11 +67,7 @@ def run(args: argparse.Namespace) -> int:
         sample_tokens=args.sample_tokens,
         minutes=args.minutes,
     )
-    given = vars(args)
-    for flag, least in _LEAST.items():
-        if given[flag] < least:
-            name = flag.replace("_", "-")
-            raise ConfigError(f"--{name} must be at least {least}, not {given[flag]}")
+    check_least(args, _LEAST)
     if not args.minutes > 0:
         raise ConfigError(f"--minutes must be above 0, not {args.minutes:g}")
     with tables_to_stderr(args.output):
