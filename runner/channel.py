@@ -27,7 +27,6 @@ class ServerChannel(ListeningPair):
         self.send_packet(encoder.encode(list(share(messages))))
 
     async def receive(self) -> list[FromWorker]:
-        """Wait for the next packet and return its messages."""
         return from_worker_decoder.decode(await self.receive_packet())
 
 

@@ -62,7 +62,6 @@ def _bracketed(address: str) -> str:
 
 
 def endpoint_of(address: str, port: int) -> str:
-    """The ZeroMQ endpoint of a numeric address and a port."""
     return f"tcp://{_bracketed(address)}:{port}"
 
 

@@ -77,11 +77,7 @@ class WorkerProcess:
         Raises OSError if the machine or its limits prevent it.
         """
         self._process = start_process(module, orders, variables)
-
-    @property
-    def pid(self) -> int:
-        """The worker's process id."""
-        return self._process.pid
+        self.pid = self._process.pid
 
     async def wait(self) -> int:
         """Wait for the process to end and return its exit status, or minus the fatal signal's

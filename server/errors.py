@@ -324,7 +324,6 @@ def error_body(error: APIError) -> bytes:
 
 
 def error_response(error: APIError) -> Response:
-    """The HTTP response for an error."""
     return Response(error_body(error), error.status, error.headers, "application/json")
 
 

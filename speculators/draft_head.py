@@ -66,7 +66,6 @@ class DraftHead:
         return None
 
     def combine(self, target_hidden: Tensor) -> Tensor:
-        """The target's hidden states unchanged."""
         return target_hidden
 
     def run(

@@ -68,7 +68,8 @@ class HostCopy:
     def __init__(self, tensors: Sequence[Tensor], stream: CopyStream | None) -> None:
         """Start the copies on `stream`; CPU tensors need no copy."""
         self._sources: Sequence[Tensor] = tensors
-        self._event: torch.cuda.Event | None = None
+        # At the end of the copy; before it, the sources must not change. None on a CPU.
+        self.event: torch.cuda.Event | None = None
         self._pool: PinnedPool | None = None
         self._taken: list[Tensor] = []
         self._host = list(tensors)
@@ -79,18 +80,12 @@ class HostCopy:
                 taken[: tensor.shape[0]] if tensor.dim() else taken
                 for taken, tensor in zip(self._taken, tensors, strict=True)
             ]
-            self._event = stream.copy(tensors, self._host)
-
-    @property
-    def event(self) -> torch.cuda.Event | None:
-        """The event at the end of the copy, before which the sources must not change; None on a
-        CPU."""
-        return self._event
+            self.event = stream.copy(tensors, self._host)
 
     def wait(self) -> list[Tensor]:
         """Wait for the copy and return the host tensors."""
-        if self._event is not None:
-            self._event.synchronize()
+        if self.event is not None:
+            self.event.synchronize()
         self._sources = ()
         return self._host
 

@@ -34,7 +34,6 @@ class RaggedRows:
 
     @property
     def is_empty(self) -> bool:
-        """True if all lists are empty."""
         return self._num_live == 0
 
     @property

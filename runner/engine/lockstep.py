@@ -5,8 +5,6 @@ Each engine has its own requests and scheduler, but every MoE layer needs the ra
 
 from __future__ import annotations
 
-from typing import Any
-
 from ..messages import ExpertLoad
 from ..parallel.engine_group import Calls
 from ..scheduling.plan import StepPlan
@@ -21,13 +19,9 @@ class Lockstep:
 
     def __init__(self, sync: DataParallelSync, calls: Calls) -> None:
         self._sync, self._calls = sync, calls
+        self.socket = calls.socket  # readable when other engines may have called
         self._wave: int | None = None  # to which this engine is called and has not come yet
         self._num_plans = 0
-
-    @property
-    def socket(self) -> Any:
-        """The ZeroMQ socket that is readable when other engines may have called."""
-        return self._calls.socket
 
     @property
     def is_due(self) -> bool:
@@ -46,7 +40,6 @@ class Lockstep:
         return max(wanted, self._sync.kept_drafts) if wanted else 0
 
     def take_load(self) -> ExpertLoad | None:
-        """The newest report of the experts' load, once."""
         return None if self._sync.loads is None else self._sync.loads.take()
 
     def plan(self) -> StepPlan | None:

@@ -45,7 +45,6 @@ class DraftersElsewhere:
         return partial(self._wait, number)
 
     def swap(self) -> None:
-        """Let the other ranks swap the loaded drafter and the running one."""
         self._group.send(SwapDrafter())
 
     def drop(self) -> None:
@@ -88,7 +87,6 @@ class RankDrafter:
         return self._loading is not None
 
     def load(self, number: int, model: str) -> None:
-        """Begin to load a checkpoint in a thread."""
         self._loading = number, load_drafter(self._speculator, model)
 
     def finished(self) -> tuple[int, str] | None:
@@ -109,5 +107,4 @@ class RankDrafter:
         self._run_between(self._loaded.swap)
 
     def drop(self) -> None:
-        """Forget what was loaded, or is still being loaded."""
         self._loading = self._loaded = None

@@ -180,7 +180,6 @@ class LeadingRunner(ModelRunner):
         self._drafters.drop()
 
     def check(self) -> None:
-        """Raise RankFailed if another rank has failed."""
         self._group.check()
 
     def execute(self, plan: StepPlan) -> Any:

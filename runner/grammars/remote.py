@@ -193,7 +193,7 @@ class RemoteMatcher:
         self.process = process
         self._id = matcher_id
         self._vocab_size = vocab_size
-        self._is_terminated = False
+        self.is_terminated = False
         self._num_rolled_back = 0  # tokens to undo, not yet reported to the process
         self._accepted: list[int] = []  # tokens accepted after that, not yet reported
         # [n, ceil(V / 32)] masks from the present position on, along the drafts
@@ -208,14 +208,10 @@ class RemoteMatcher:
     def ends_with_text(self) -> bool:
         return not self.process.eos_ids
 
-    @property
-    def is_terminated(self) -> bool:
-        return self._is_terminated
-
     def accept(self, token_id: int) -> bool:
         if not 0 <= token_id < self._vocab_size:
             raise ValueError(f"{token_id} is not a valid token id")
-        if self._is_terminated:
+        if self.is_terminated:
             return False
         if self._lines is None:
             self.fill(np.empty(-(-self._vocab_size // 32), dtype=np.int32))
@@ -227,19 +223,19 @@ class RemoteMatcher:
         self._lines = self._lines[1:] if is_next else None
         self._draft_ids = self._draft_ids[1:] if is_next else ()
         if not self.ends_with_text:
-            self._is_terminated = token_id in self.process.eos_ids
+            self.is_terminated = token_id in self.process.eos_ids
             return True
         if self._lines is None:
             self.fill(np.empty(-(-self._vocab_size // 32), dtype=np.int32))
         assert self._lines is not None
-        self._is_terminated = not self._lines[0].any()
+        self.is_terminated = not self._lines[0].any()
         return True
 
     def rollback(self, num_tokens: int) -> None:
         num_unsent = min(num_tokens, len(self._accepted))
         del self._accepted[len(self._accepted) - num_unsent :]
         self._num_rolled_back += num_tokens - num_unsent
-        self._is_terminated = False
+        self.is_terminated = False
         self._lines, self._draft_ids = None, ()
 
     def fill(self, line: np.ndarray) -> None:

@@ -80,7 +80,6 @@ class MemoryByPurpose:
     purposes: dict[str, int] = field(default_factory=dict)  # bytes
 
     def add(self, purpose: str, num_bytes: int) -> None:
-        """Add `num_bytes` to `purpose`."""
         self.purposes[purpose] = self.purposes.get(purpose, 0) + num_bytes
 
     def line(self) -> str:

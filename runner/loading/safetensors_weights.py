@@ -98,7 +98,6 @@ class SafetensorsCheckpoint:
 
     @property
     def _wanted(self) -> list[str]:
-        """The names of weights of which something is read."""
         return [name for name in self.names if not self._is_absent(name)]
 
     def _is_absent(self, name: str) -> bool:

@@ -103,7 +103,6 @@ class LatentAttention(nn.Module):
 
     @property
     def layers(self) -> list[AttentionLayer]:
-        """Its caches."""
         return [self.layer]
 
     def forward(self, hidden: Tensor, rotary: RotaryStep, attention: AttentionState) -> Tensor:
@@ -270,7 +269,6 @@ class DeepseekModel(PreNormModel):
         self.blocks = blocks
 
     def make_rotary(self, config: Any, max_position: int, device: torch.device) -> RotaryEmbedding:
-        """The rotary embedding of all blocks."""
         return make_rotary(config, max_position, device)
 
     def attention_layers(self) -> list[AttentionLayer]:

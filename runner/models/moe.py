@@ -155,7 +155,6 @@ class DividedExperts(nn.Module):
 
     @property
     def is_whole(self) -> bool:
-        """Whether all experts are here."""
         return self.ranks is None and self.shared is None
 
     def adds(self, num_rows: int) -> bool:
@@ -337,7 +336,6 @@ class RoutedMLP(FeedForward):
 
     @property
     def scorer(self) -> Router:
-        """The router."""
         raise NotImplementedError
 
     def feed(

@@ -89,7 +89,6 @@ class Calls:
                 return newest
 
     def close(self) -> None:
-        """Close the sockets."""
         self._context.destroy(linger=0)
 
 

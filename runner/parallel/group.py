@@ -37,7 +37,7 @@ from .commands import (
     answer_decoder,
     encoder,
 )
-from .rank_processes import Host, HostedRanks, LocalRanks, Meeting, RankProcesses
+from .rank_processes import HostedRanks, LocalRanks, Meeting, RankProcesses
 from .rendezvous import Rendezvous, open_rendezvous
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,6 @@ class RankGroup:
         check_descriptors()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._commands: list[zmq.Socket[bytes]] = []
-        self._meeting = Rendezvous("") if meeting is None else meeting
         self._processes: RankProcesses
         if hosted is None:
             self._processes = LocalRanks(config, engines)
@@ -94,8 +93,8 @@ class RankGroup:
             assert tell is not None, "the server starts the ranks of other hosts"
             self._processes = HostedRanks(tell)
         try:
-            if meeting is None:
-                self._meeting = self._choose_meeting()
+            meeting = meeting or self._choose_meeting()
+            self.rendezvous, self.host = meeting.where, meeting.host
             self._answers, answers = self._bind("answers", zmq.PULL)
             endpoints = []
             for rank in range(1, self.size):
@@ -108,16 +107,6 @@ class RankGroup:
             raise
         self._watcher = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
         self._watcher.start()
-
-    @property
-    def rendezvous(self) -> str:
-        """Where the ranks meet for collectives."""
-        return self._meeting.where
-
-    @property
-    def host(self) -> Host | None:
-        """The host of this process, for the collectives of a group on several hosts."""
-        return self._meeting.host
 
     def send(self, command: Command) -> None:
         """Send a command to every other rank. Waits only for ranks that have not connected."""

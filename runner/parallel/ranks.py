@@ -62,7 +62,6 @@ class Cut:
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
     def shape_of(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of this part of a tensor of this shape."""
         return (*shape[: self.dim], self.size, *shape[self.dim + 1 :])
 
 
@@ -152,12 +151,10 @@ class Ranks:
         return whole if whole.shape[1] == total else whole[:, :total].contiguous()
 
     def least(self, values: Sequence[int]) -> list[int]:
-        """The least of each value over the ranks."""
         return self.communicator.least(values)
 
 
 def least_of(ranks: Ranks | None, value: int) -> int:
-    """The least of a value over the ranks."""
     return value if ranks is None else ranks.least([value])[0]
 
 

@@ -31,7 +31,8 @@ class RowSampling:
     def __init__(self, sampler: Sampler, num_speculative_tokens: int, vocab_size: int) -> None:
         self.sampler = sampler
         self._max_drafts = num_speculative_tokens
-        self._max_rows = max(num_speculative_tokens + 1, MAX_LOGITS_BYTES // (4 * vocab_size))
+        # logits rows held at once
+        self.max_rows = max(num_speculative_tokens + 1, MAX_LOGITS_BYTES // (4 * vocab_size))
 
     def run(
         self,
@@ -59,7 +60,7 @@ class RowSampling:
             seq_lens=batch.seq_lens[: batch.num_reqs],
             max_num_drafts=self._max_drafts,
         )
-        for first, last in pairwise(split_requests(batch.cu_num_logits_cpu, self._max_rows)):
+        for first, last in pairwise(split_requests(batch.cu_num_logits_cpu, self.max_rows)):
             rows = whole.requests(first, last)
             span = slice(batch.cu_num_logits_cpu[first], batch.cu_num_logits_cpu[last])
             hidden = hidden_states[batch.logits_indices[span]]
@@ -70,11 +71,6 @@ class RowSampling:
                 continue
             outputs.append(self.sampler.sample(compute_logits(hidden), rows, table, mask))
         return _join(outputs)
-
-    @property
-    def max_rows(self) -> int:
-        """The largest number of logits rows held at once."""
-        return self._max_rows
 
     def path(self, batch: InputBatch, table: RequestTable) -> SamplingPath:
         """The sampling path of a batch without a grammar."""

@@ -61,7 +61,6 @@ class PrefixMatch:
 
 
 def ceil_div(a: int, b: int) -> int:
-    """a / b rounded up."""
     return -(-a // b)
 
 
@@ -204,7 +203,6 @@ class KVBlocks:
         return True
 
     def num_free_blocks(self) -> list[int]:
-        """The free blocks of each group."""
         return [pool.num_free for pool in self.pools]
 
     def missing_blocks(self, num_tokens: int, blocks: RequestBlocks | None) -> list[int]:

@@ -47,7 +47,6 @@ class RequestQueue:
         return self._items[index]
 
     def add(self, request: Request) -> None:
-        """Insert a request at its place in the order."""
         insort(self._items, request, key=lambda item: item.order)
 
     def remove(self, request: Request) -> None:

@@ -63,7 +63,7 @@ class Scheduler:
         self._in_flight: dict[int, list[RowInFlight]] = {}  # step id -> rows in batch order
         self._next_step_id = self._num_arrived = 0
         self._outputs: list[RequestOutput] = []  # not yet taken
-        self._has_news = False  # gauges changed outside a step
+        self.has_news = False  # for `take_news`: gauges changed outside a step
         self._stats = self._new_stats()
 
     # --- requests -------------------------------------------------------------------------------
@@ -80,11 +80,10 @@ class Scheduler:
             return None
         self._requests[request.request_id] = request
         self.waiting.add(request)
-        self._has_news = True
+        self.has_news = True
         return request
 
     def get(self, request_id: str) -> Request | None:
-        """The unfinished request with this id, or None."""
         return self._requests.get(request_id)
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -111,7 +110,7 @@ class Scheduler:
         self._refuse(request_id, error)
 
     def _refuse(self, request_id: str, error: str, invalid_request: bool = False) -> None:
-        self._has_news = True
+        self.has_news = True
         self._outputs.append(refusal(request_id, error, invalid_request))
 
     def request_of(self, step_id: int, row_index: int) -> Request | None:
@@ -121,13 +120,7 @@ class Scheduler:
 
     @property
     def has_requests(self) -> bool:
-        """True if any request is unfinished."""
         return bool(self._requests)
-
-    @property
-    def has_news(self) -> bool:
-        """True if `take_news` has something to report."""
-        return self._has_news
 
     def set_num_speculative_tokens(self, count: int) -> None:
         """Verify up to `count` drafts per request from the next step on; at most the initial K."""
@@ -313,7 +306,7 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         self._num_grammars -= request.matcher is not None
         del self._requests[request.request_id]
-        self._has_news = True
+        self.has_news = True
 
     def _vacate(self, request: Request) -> None:
         """Release a request's slot and blocks.
@@ -388,7 +381,7 @@ class Scheduler:
         stats.kv_cache_usage = self.kv.usage
         outputs, self._outputs = self._outputs, []
         count_outputs(stats, outputs)
-        self._has_news = False
+        self.has_news = False
         return StepOutputs(outputs, stats)
 
     def _new_stats(self) -> StepStats:

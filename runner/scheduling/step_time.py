@@ -113,7 +113,6 @@ class StepTimes:
         self._ended_at = -math.inf
 
     def seconds(self, work: Work) -> float:
-        """The predicted duration of `work`."""
         return sum([each * units for each, units in zip(self._seconds, work, strict=True)])
 
     def fit(

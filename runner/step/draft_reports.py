@@ -36,7 +36,6 @@ class DraftReports:
 
     @property
     def is_asked(self) -> bool:
-        """Whether any request wants its drafts."""
         return bool(self._slots)
 
     def start(

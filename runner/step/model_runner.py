@@ -228,7 +228,6 @@ class ModelRunner:
             torch.cuda.synchronize()
 
     def shutdown(self) -> None:
-        """Finish queued work and end the thread."""
         self._queue.shutdown()
 
     # --- a step, top to bottom ------------------------------------------------------------------

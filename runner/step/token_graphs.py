@@ -83,7 +83,6 @@ class TokenGraphs:
 
     @property
     def capture_reports(self) -> list[CaptureReport]:
-        """The reports of both managers."""
         return [self._drawing.report, self._rejecting.report]
 
     def _creator(self, select: Select) -> CreateForwardFn:

@@ -66,9 +66,9 @@ class TrainingRun:
             trainer, vocabulary = self._prepare(target, training, heldout)
             began = trainer.resume()
             if began:
-                _say(f"resuming at step {trainer.step} of {trainer.total_steps}")
+                _say(f"resuming at step {trainer.state.step} of {trainer.total_steps}")
             trainer.run(lambda evaluation: self._report(trainer, vocabulary, evaluation))
-            if not trainer.is_done:
+            if not trainer.state.done:
                 return self._stopped()
             self._finish(trainer, vocabulary, training, heldout)
             return 0
@@ -197,7 +197,7 @@ class TrainingRun:
         self, trainer: Trainer, vocabulary: DraftVocabulary, evaluation: Evaluation
     ) -> None:
         """Export the head if it is the best so far, and plot the run."""
-        if trainer.best[1] == trainer.step:
+        if trainer.state.best_step == trainer.state.step:
             self._export(trainer.head.geometry, trainer, vocabulary)
         plot_training(trainer.log, self.folder / "training.png")
 
@@ -206,7 +206,7 @@ class TrainingRun:
     ) -> None:
         save_head(
             self.folder,
-            trainer.best_weights,
+            trainer.state.best_weights,
             geometry,
             vocabulary,
             self._verifier,
@@ -224,14 +224,16 @@ class TrainingRun:
         geometry = trainer.head.geometry
         self._export(geometry, trainer, vocabulary)
         plot_training(trainer.log, self.folder / "training.png")
-        length, step = trainer.best
+        length, step = trainer.state.best, trainer.state.best_step
         write_model_card(
             self.folder,
-            Facts(self.job, geometry, vocabulary, training, heldout, length, step, trainer.step),
+            Facts(
+                self.job, geometry, vocabulary, training, heldout, length, step, trainer.state.step
+            ),
         )
         _say(
             f"wrote {self.folder}: held-out acceptance length {length:.2f} at temperature 0 "
-            f"(step {step} of {trainer.step})"
+            f"(step {step} of {trainer.state.step})"
         )
 
     def _stopped(self) -> int:

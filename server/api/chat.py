@@ -99,7 +99,6 @@ class _Reply(Reply):
         return isinstance(self._parsers[index], PlainText)
 
     def finish_reason(self, index: int, reason: str) -> str:
-        """OpenAI's finish reason for the engine's `reason`."""
         return self._form.finish_reason(reason, index in self._called)
 
     def logprobs(self, entries: Sequence[TokenEntry]) -> ChatLogprobs:
@@ -108,7 +107,6 @@ class _Reply(Reply):
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """The number of reasoning tokens so far, summed over the choices."""
         return sum(parser.num_reasoning_tokens for parser in self._parsers)
 
 

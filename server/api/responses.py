@@ -134,7 +134,6 @@ class _Reply(Whole):
 
     @property
     def status(self) -> str:
-        """The final status: "completed", or "incomplete" at the token limit."""
         return "incomplete" if self._reason == "length" else "completed"
 
     def add(self, item: GenerationEvent) -> None:

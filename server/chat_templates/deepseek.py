@@ -386,5 +386,4 @@ def _merged_turns(messages: Messages) -> list[Message]:
 
 
 def _last(messages: Messages, roles: Sequence[str]) -> int:
-    """The index of the last message with one of the roles, or -1."""
     return max((i for i, message in enumerate(messages) if message["role"] in roles), default=-1)

@@ -49,7 +49,6 @@ class TrafficCapture:
             self._writer.submit(self._write, [list(prompt) for prompt in prompts], size)
 
     def close(self) -> None:
-        """Write the queued prompts and stop the thread."""
         self._writer.shutdown(wait=True)
 
     def _count(self, change: int) -> None:

@@ -70,7 +70,6 @@ class Comparison:
 
     @property
     def is_worse(self) -> bool:
-        """Whether the new head is worse by more than the tolerance."""
         return self.new < self.old - self.tolerance
 
 

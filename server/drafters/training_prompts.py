@@ -42,7 +42,6 @@ class Prompt:
 
 
 def user_prompt(text: str, domain: str, is_heldout: bool = False) -> Prompt:
-    """A chat with a single message of the user."""
     return Prompt(({"role": "user", "content": text},), domain=domain, is_heldout=is_heldout)
 
 

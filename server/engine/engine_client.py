@@ -119,7 +119,6 @@ class EngineClient:
 
     @property
     def num_open(self) -> int:
-        """The number of submitted requests that have not ended."""
         return len(self._streams)
 
     @property

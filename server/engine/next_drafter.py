@@ -22,7 +22,6 @@ class NextDrafter:
         self.fallback: str | None = None  # why `current` replaces another drafter
 
     def keep(self, model: str) -> None:
-        """Load this head at the next restart."""
         self.current, self.fallback = replace(self.current, model=model), None
 
     def fall_back(self, reason: str) -> bool:

@@ -64,6 +64,8 @@ class Generation:
     def __init__(self, services: Services, job: Job, arrived: float) -> None:
         """`arrived` is time.monotonic() at the arrival of the HTTP request."""
         self._services = services
+        # Seconds of silence after which a stream gets a comment; 0 = never.
+        self.keep_alive = services.config.server.sse_keep_alive
         self.job = job
         grammar = job.sampling.grammar
         text = job.text._replace(grammar_param=grammar.param or None) if grammar else job.text
@@ -129,11 +131,6 @@ class Generation:
             yield event
             if event.finish_reason is not None and alone:
                 return
-
-    @property
-    def keep_alive(self) -> float:
-        """Seconds of silence after which the stream gets a comment; 0 = never."""
-        return self._services.config.server.sse_keep_alive
 
     def live(self, frame: Frame) -> Live | None:
         """A function that writes a stream of one choice as its outputs arrive; None for other jobs.

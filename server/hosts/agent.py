@@ -113,7 +113,6 @@ class Agent:
             pair.close(_BYE_SECONDS)
 
     def leave(self) -> None:
-        """Ask the first node to drain and stop."""
         self._send(Leaving())
 
     # --- joining ------------------------------------------------------------------------------

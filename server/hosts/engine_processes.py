@@ -35,11 +35,7 @@ class EngineProcesses:
         self._watches: list[asyncio.Task[None]] = []
         self._failure: str | None = None
         self._start(0, "engine.worker", orders)
-
-    @property
-    def pid(self) -> int | None:
-        """The worker's process id; None on another host."""
-        return self._processes[0].pid
+        self.pid = self._processes[0].pid
 
     def start_ranks(self, wanted: StartRanks) -> None:
         """Start the ranks 1, 2 ..., for which the worker listens."""

@@ -65,7 +65,6 @@ class Hub:
 
     @property
     def port(self) -> int:
-        """The port on which it listens."""
         return int(self.endpoint.rpartition(":")[2])
 
     def joined(self, number: int) -> Node | None:

@@ -151,6 +151,7 @@ class RemoteNode:
         on_leave: Callable[[RemoteNode], None],
     ) -> None:
         self.number, self.address = number, address
+        self.endpoint = pair.endpoint  # where its agent is to connect
         self.is_joined = self.is_gone = self.is_closing = False
         self._pair, self._changed, self._on_leave = pair, changed, on_leave
         self._processes: dict[int, _RemoteProcess] = {}
@@ -160,11 +161,6 @@ class RemoteNode:
     @property
     def name(self) -> str:
         return f"node {self.number} ({self.address})"
-
-    @property
-    def endpoint(self) -> str:
-        """Where its agent is to connect."""
-        return self._pair.endpoint
 
     def start(self, module: str, orders: WorkerOrders, slot: int) -> NodeProcess:
         self._next += 1

@@ -62,7 +62,6 @@ class KeepAlive:
         self._timer: asyncio.TimerHandle | None = None
 
     def sent(self) -> None:
-        """Note that a piece was sent."""
         self._last = self._loop.time()
 
     def may_write(self) -> bool:

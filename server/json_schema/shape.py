@@ -69,7 +69,6 @@ class Budget:
 
     @property
     def spent(self) -> int:
-        """The number of parts counted so far."""
         return self._parts - self._left
 
     def spend(self, parts: int) -> None:

@@ -138,7 +138,6 @@ class ResponsesRequest(SizedBody):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the reply must contain the log probabilities of its tokens."""
         return "message.output_text.logprobs" in (self.include or ())
 
     def chat(self) -> dict[str, Any]:
@@ -215,7 +214,6 @@ CHAT_NAMES = {
 
 
 def _nested(flat: dict[str, Any]) -> dict[str, Any]:
-    """A function in the nested form that chats use."""
     return {"type": "function", "function": {k: v for k, v in flat.items() if k != "type"}}
 
 

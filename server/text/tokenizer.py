@@ -81,7 +81,6 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The default chat template, or None."""
         return self.chat_templates.get("default")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

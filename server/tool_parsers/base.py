@@ -209,7 +209,6 @@ class Parser:
         self._space += text[len(kept) :]
 
     def drop_space(self) -> None:
-        """Discard the white space that is held back."""
         self._space = ""
 
     def flush_space(self) -> None:
@@ -237,7 +236,6 @@ def _parameters(function: Mapping[str, Any]) -> list[str]:
 
 
 def new_call_id() -> str:
-    """A new call id in OpenAI's format."""
     return f"call_{uuid.uuid4().hex[:24]}"
 
 

@@ -37,7 +37,6 @@ class Report:
         return all(check.status != "fail" for check in self.checks)
 
     def add(self, group: str, name: str, ok: bool, summary: str, **figures: Any) -> None:
-        """Add a check that passes or fails."""
         self.checks.append(Check(group, name, "pass" if ok else "fail", summary, figures))
 
     def note(self, group: str, name: str, summary: str, **figures: Any) -> None:
@@ -45,7 +44,6 @@ class Report:
         self.checks.append(Check(group, name, "note", summary, figures))
 
     def skip(self, group: str, name: str, why: str) -> None:
-        """Add a check that could not be made, with the reason."""
         self.checks.append(Check(group, name, "skip", why))
 
     def as_dict(self) -> dict[str, Any]:

@@ -64,7 +64,6 @@ async def _check_drafts(engine: Submits, greedy: Greedy, subject: Subject, repor
 
 
 async def _likely(engine: Submits, prompt: Sequence[int]) -> list[int]:
-    """The likeliest first tokens of a reply."""
     sampling = SamplingParams(0, 1, temperature=0.0, logprobs=8)
     reply = (await generate(engine, [prompt], sampling, drafts=False))[0]
     return reply.logprobs[0].top_ids if reply.logprobs else []

@@ -56,7 +56,7 @@ class StepCosts:
         because other work on this machine may have disturbed them.
         """
         sizes = sorted({size for size, _ in measured})
-        self._known = bool(measured)
+        self.is_known = bool(measured)  # whether costs are in seconds
         rows = [_fill_row(size, measured, max_drafts) for size in sizes]
         # Sizes beyond the measured ones have the ratios of the cost model.
         scale = rows[-1] / assumed_row(sizes[-1], max_drafts) if sizes else 1.0
@@ -74,11 +74,6 @@ class StepCosts:
         self._prompts = PromptRows(measured)
         self.num_learned = 0  # real steps that taught something about a guess
 
-    @property
-    def is_known(self) -> bool:
-        """Whether costs are in seconds; False before the first real step without measurements."""
-        return self._known
-
     def beside(self, num_reqs: int, num_prompt_rows: float) -> np.ndarray:
         """Costs of a step of N requests by number of drafts, [K + 1], where it also computes
         `num_prompt_rows` tokens of prompts. What those take without drafts is left out."""
@@ -88,7 +83,7 @@ class StepCosts:
         self, num_reqs: int, num_drafts: float, num_prompt_rows: int, seconds: float
     ) -> None:
         """Learn from the duration of a real step that also computed prompts."""
-        if seconds > 0 and self._known:
+        if seconds > 0 and self.is_known:
             alone = self.row(num_reqs)
             self._prompts.learn(seconds, alone, num_reqs, num_drafts, num_prompt_rows)
 
@@ -128,9 +123,9 @@ class StepCosts:
         if seconds <= 0:
             return
         difference = float(np.log(seconds / self.seconds(num_reqs, num_drafts)))
-        if not self._known:  # the cost model has no unit
+        if not self.is_known:  # the cost model has no unit
             self._factors += difference
-            self._known = True
+            self.is_known = True
             return
         index = self._index(num_reqs)
         rows = [index, index - 1] if index and num_reqs < self._sizes[index] else [index]

@@ -36,12 +36,12 @@ class Evaluation:
 
 
 @dataclass
-class _State:
+class State:
     """The trainer's state in a checkpoint, besides weights and optimiser."""
 
     step: int = 0  # optimiser steps done
     seconds: float = 0.0
-    best: float = 0.0
+    best: float = 0.0  # held-out acceptance length
     best_step: int = 0
     bad_evaluations: int = 0
     done: bool = False
@@ -79,32 +79,12 @@ class Trainer:
         )
         self._path = folder / "checkpoint.pt"
         self.log = ProgressLog(folder / "training.jsonl")
-        self._state = _State()
+        self.state = State()
         self._fingerprint = _fingerprint(head.geometry, options, vocabulary, training, heldout)
         self._stopping = False
         by_device = "bfloat16" if device.type == "cuda" else "float32"
         dtype = by_device if options.train_dtype == "auto" else options.train_dtype
         self._in_bfloat16 = dtype == "bfloat16"
-
-    @property
-    def step(self) -> int:
-        """Number of optimiser steps done."""
-        return self._state.step
-
-    @property
-    def is_done(self) -> bool:
-        """True if the run has finished, at its last step or by early stopping."""
-        return self._state.done
-
-    @property
-    def best(self) -> tuple[float, int]:
-        """The best held-out acceptance length, and its step."""
-        return self._state.best, self._state.best_step
-
-    @property
-    def best_weights(self) -> dict[str, Tensor]:
-        """The parameters at the step with the best held-out acceptance length."""
-        return self._state.best_weights
 
     def stop(self) -> None:
         """End `run` after the current step, with a checkpoint. Safe in a signal handler."""
@@ -121,24 +101,26 @@ class Trainer:
             return False
         self.head.load_state_dict(saved["head"])
         self._optimizer.load_state_dict(saved["optimizer"])
-        self._state = _State(**saved["state"])
-        self.log.cut(self._state.step)
+        self.state = State(**saved["state"])
+        self.log.cut(self.state.step)
         return True
 
     def run(self, report: Callable[[Evaluation], None] | None = None) -> None:
         """Train to the end or until `stop`. Calls `report` with every evaluation."""
-        began = time.monotonic() - self._state.seconds
-        with tqdm(total=self.total_steps, initial=self.step, desc="train", disable=None) as bar:
-            while not self._state.done and not self._stopping:
-                self._state.seconds = time.monotonic() - began
+        began = time.monotonic() - self.state.seconds
+        with tqdm(
+            total=self.total_steps, initial=self.state.step, desc="train", disable=None
+        ) as bar:
+            while not self.state.done and not self._stopping:
+                self.state.seconds = time.monotonic() - began
                 done_share = self._train_step(bar)
                 if self._due(self.options.eval_every) or done_share >= 1:
                     evaluation = self._evaluate_and_judge()
                     bar.set_postfix_str(f"held-out length {evaluation.acceptance_length:.2f}")
                     if report is not None:
                         report(evaluation)
-                self._state.done |= done_share >= 1
-                if self._due(self.options.checkpoint_every) or self._state.done:
+                self.state.done |= done_share >= 1
+                if self._due(self.options.checkpoint_every) or self.state.done:
                     self.save()
         self.save()
 
@@ -149,7 +131,7 @@ class Trainer:
                 "fingerprint": self._fingerprint,
                 "head": self.head.state_dict(),
                 "optimizer": self._optimizer.state_dict(),
-                "state": dict(vars(self._state)),
+                "state": dict(vars(self.state)),
             },
         )
 
@@ -181,7 +163,7 @@ class Trainer:
 
     def _train_step(self, bar: tqdm[Any]) -> float:
         """Do one optimiser step; return the fraction of the run done after it."""
-        options, state = self.options, self._state
+        options, state = self.options, self.state
         rate = options.learning_rate * self._schedule(self._progress(state.step))
         for group in self._optimizer.param_groups:
             group["lr"] = rate
@@ -223,7 +205,7 @@ class Trainer:
             )
 
     def _evaluate_and_judge(self) -> Evaluation:
-        evaluation, state = self.evaluate(), self._state
+        evaluation, state = self.evaluate(), self.state
         self.log.write(
             step=state.step,
             heldout_loss=evaluation.loss,
@@ -258,7 +240,7 @@ class Trainer:
         larger."""
         share = step / self.total_steps
         limit = self.options.max_train_minutes
-        return share if limit is None else max(share, self._state.seconds / (60 * limit))
+        return share if limit is None else max(share, self.state.seconds / (60 * limit))
 
     def _schedule(self, progress: float) -> float:
         """The factor on the learning rate: linear warm-up, then half a cosine down to a tenth."""
@@ -269,7 +251,7 @@ class Trainer:
         return 0.1 + 0.45 * (1 + math.cos(math.pi * share))
 
     def _due(self, every: int) -> bool:
-        return self._state.step % every == 0
+        return self.state.step % every == 0
 
 
 def _groups(head: TrainingHead, weight_decay: float) -> list[dict[str, Any]]:

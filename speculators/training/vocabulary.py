@@ -19,7 +19,6 @@ class DraftVocabulary:
 
     @property
     def size(self) -> int:
-        """The number of draft ids, D."""
         return int(self.target_ids.shape[0])
 
     @property

@@ -136,7 +136,6 @@ class Parts:
         return size
 
     def wrong(self, reason: str) -> ModelLoadError:
-        """The error that this matrix cannot be read."""
         return ModelLoadError(f"tensor {self.name} of {self.source} {reason}.")
 
 

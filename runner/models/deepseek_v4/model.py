@@ -100,7 +100,6 @@ class RotaryTables(nn.Module):
 
     @property
     def tables(self) -> Tables:
-        """Both tables."""
         return Tables(self.main.cos_sin_cache, self.compress.cos_sin_cache)
 
 

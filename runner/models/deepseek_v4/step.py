@@ -38,7 +38,6 @@ class ListedRows:
         self._attend: dict[int, SparseAttend] = {}  # by KV group of the entries, or of raw rows
 
     def pages(self, layer: AttentionLayer) -> Pages:
-        """The cache of a layer."""
         return self.attention.pages(layer.layer_id)
 
     def window(self, layer: AttentionLayer) -> SlotList:

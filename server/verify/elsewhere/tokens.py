@@ -92,5 +92,4 @@ async def ask_again(side: Endpoint, prompt: str, ours: Tokens, theirs: Tokens) -
 
 
 def all_complete(replies: Sequence[Tokens]) -> bool:
-    """Whether the likeliest tokens are known at every position of every reply."""
     return all(reply.is_complete for reply in replies)

@@ -45,18 +45,18 @@ def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     whole = trainer(tmp_path / "whole")
     whole.run()
     cut = trainer(tmp_path / "cut")
-    cut.run(lambda _: cut.stop() if cut.step == 8 else None)
-    assert (cut.step, cut.is_done) == (8, False)
+    cut.run(lambda _: cut.stop() if cut.state.step == 8 else None)
+    assert (cut.state.step, cut.state.done) == (8, False)
     with (tmp_path / "cut" / "training.jsonl").open("a") as file:
         file.write('{"step": 9, "loss": 1.0}\n{"step": 10, "lo')  # lines of steps that were lost
     resumed = trainer(tmp_path / "cut")
-    assert resumed.step == 8
+    assert resumed.state.step == 8
     resumed.run()
-    assert resumed.step == whole.step == 14 and whole.is_done and resumed.is_done
+    assert resumed.state.step == whole.state.step == 14 and whole.state.done and resumed.state.done
     for name, weight in whole.head.state_dict().items():
         assert torch.equal(weight, resumed.head.state_dict()[name]), name
-        assert torch.equal(whole.best_weights[name], resumed.best_weights[name]), name
-    assert whole.best == resumed.best
+        assert torch.equal(whole.state.best_weights[name], resumed.state.best_weights[name]), name
+    assert whole.state.best == resumed.state.best
     assert lines(whole) == lines(resumed) and len(lines(whole)) == 14 + 4
 
 
@@ -64,7 +64,7 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
     first = trainer(tmp_path)
     first.run()
     again = trainer(tmp_path)
-    assert again.is_done
+    assert again.state.done
     again.run()
     assert lines(again) == lines(first)
 
@@ -82,15 +82,15 @@ def test_ends_early_without_progress_and_keeps_the_best(tmp_path: Path) -> None:
     made = trainer(tmp_path, max_steps=400, learning_rate=1e-9, patience=2)
     lengths: list[float] = []
     made.run(lambda evaluation: lengths.append(evaluation.acceptance_length))
-    assert made.step < 400 and made.is_done
-    length, step = made.best
-    assert length == max(lengths) and made.step == step + 2 * OPTIONS.eval_every
+    assert made.state.step < 400 and made.state.done
+    length, step = made.state.best, made.state.best_step
+    assert length == max(lengths) and made.state.step == step + 2 * OPTIONS.eval_every
 
 
 def test_time_limit_ends_the_run(tmp_path: Path) -> None:
     made = trainer(tmp_path, max_steps=100_000, max_train_minutes=0.005)
     made.run()
-    assert made.is_done and made.step < 100_000
+    assert made.state.done and made.state.step < 100_000
 
 
 def test_loss_falls_and_the_gradient_is_clipped(tmp_path: Path) -> None:
