@@ -152,29 +152,18 @@ class BodyTooLarge(InvalidRequest):
         )
 
 
-class BodyTooSlow(APIError):
-    """The body did not arrive within --client-timeout."""
+class RequestTooSlow(APIError):
+    """A part of the request did not arrive within --client-timeout."""
 
     status = 408
     type = "invalid_request_error"
     code = "request_timeout"
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, part: str, seconds: float) -> None:
         super().__init__(
-            f"The request body did not arrive within {seconds:g} seconds.",
+            f"The {part} did not arrive within {seconds:g} seconds.",
             headers={"Connection": "close"},
         )
-
-
-class HeadTooSlow(APIError):
-    """The request line and headers did not arrive within --client-timeout."""
-
-    status = 408
-    type = "invalid_request_error"
-    code = "request_timeout"
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__(f"The request did not arrive within {seconds:g} seconds.")
 
 
 class HeadTooLarge(APIError):

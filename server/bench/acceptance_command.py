@@ -137,16 +137,13 @@ def prompts_to_measure(config: Config, data: str) -> tuple[list[MeasuredPrompt],
 
     Raises PromptError, TokenizerLoadError or OSError.
     """
-    from ..chat_templates.chat_template import ChatTemplate
     from ..drafters.acceptance import MeasuredPrompt
     from ..drafters.training_prompts import heldout_prompts, read_prompts, tokenize_prompts
     from ..text.tokenizer import Tokenizer
 
     model = config.model
     tokenizer = Tokenizer.load(model.tokenizer or model.model, model.revision)
-    file = config.server.chat_template
-    named = Path(file).read_text(encoding="utf-8") if file else tokenizer.chat_templates
-    template = ChatTemplate(named, tokenizer.special_tokens, tokenizer.chat_encoder)
+    template = tokenizer.load_template(config.server.chat_template)
     prompts = heldout_prompts() if data == "builtin" else read_prompts(Path(data))
     prompts = [p for p in prompts if p.is_heldout] or prompts
     ids = tokenize_prompts(prompts, tokenizer, template)

@@ -6,33 +6,28 @@ is the time of `output_len` decode tokens per request, without the prompts.
 
 from __future__ import annotations
 
-import asyncio
 import math
-import os
 import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
-from types import TracebackType
 from typing import Any
 
 from ...configs.schema import Config
-from ...runner.channel import ServerChannel
 from ...runner.messages import (
     AddRequest,
     Fatal,
     FromWorker,
-    Progress,
     Ready,
     SamplingParams,
     Shutdown,
     StepOutputs,
     ToWorker,
 )
-from ...runner.process import WorkerOrders, WorkerProcess, describe_exit
 from ..drafters.acceptance import MeasurementFailed
 from ..engine.engine_client import WorkerFailed
+from ..engine.worker_watch import ProgressCallback, Worker
 
 # GPU name -> bytes per second, as measured with a kernel that only reads (docs/measurements.md).
 PEAK_BANDWIDTH = {"NVIDIA H100 80GB HBM3": 3.08e12, "NVIDIA H200": 4.235e12}
@@ -104,7 +99,7 @@ class OfflineBench:
     def __init__(
         self,
         config: Config,
-        progress: Callable[[Progress], None] | None = None,
+        progress: ProgressCallback | None = None,
         engine: str | None = None,
     ) -> None:
         self._config = config
@@ -116,55 +111,17 @@ class OfflineBench:
 
     async def __aenter__(self) -> OfflineBench:
         began = time.monotonic()
-        self._channel = ServerChannel()
-        orders = WorkerOrders(self._channel.endpoint, os.getpid(), self._config, self._engine)
         try:
-            self._process = WorkerProcess(orders)
+            self._worker = Worker.begin(self._config, self._engine)
         except OSError as error:
-            self._channel.close()
             raise WorkerFailed(f"the worker cannot be started ({error})") from error
-        self._ended = asyncio.create_task(self._process.wait())
-        try:
-            while True:
-                for message in await self._receive():
-                    if isinstance(message, Ready):
-                        self.ready = message
-                        self.startup_seconds = time.monotonic() - began
-                        return self
-                    if isinstance(message, Progress) and self._progress:
-                        self._progress(message)
-        except BaseException:
-            await self._end(0.0)
-            raise
+        self.ready = _unless_failed(await self._worker.started(self._progress))
+        self.startup_seconds = time.monotonic() - began
+        return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._channel.send([Shutdown()])
-        await self._end(_GRACE_SECONDS)
-
-    async def _end(self, grace: float) -> None:
-        await (self._process.stop(grace) if grace else self._process.kill())
-        await self._ended
-        self._channel.close()
-
-    async def _receive(self) -> list[FromWorker]:
-        """The next packet of messages; raises WorkerFailed if the worker failed or exited."""
-        packet = asyncio.ensure_future(self._channel.receive())
-        await asyncio.wait({packet, self._ended}, return_when=asyncio.FIRST_COMPLETED)
-        if not packet.done():
-            await asyncio.wait({packet}, timeout=0.3)  # it may have sent the reason
-        if not packet.done():
-            packet.cancel()
-            raise WorkerFailed(f"the worker {describe_exit(self._ended.result())}")
-        messages = packet.result()
-        for message in messages:
-            if isinstance(message, Fatal):
-                raise WorkerFailed(message.message)
-        return messages
+    async def __aexit__(self, *_: object) -> None:
+        self._worker.channel.send([Shutdown()])
+        await self._worker.end(_GRACE_SECONDS)
 
     @property
     def name(self) -> str:
@@ -223,19 +180,31 @@ class OfflineBench:
             )
             for number, prompt in enumerate(prompts(load, self._num_runs, batch_size, vocab_size))
         ]
-        timing = Timing()
-        open_requests, began = batch_size, time.perf_counter()
-        self._channel.send(requests)
-        while open_requests:
-            for message in await self._receive():
-                if isinstance(message, StepOutputs):
-                    open_requests -= _count(timing, message)
-        timing.seconds = time.perf_counter() - began
+        timing, open_requests = Timing(), batch_size
+
+        def take(message: FromWorker) -> Ready | Fatal | None:
+            nonlocal open_requests
+            if isinstance(message, StepOutputs):
+                open_requests -= _count(timing, message)
+                timing.seconds = time.perf_counter() - began
+            if isinstance(message, Fatal):
+                return message
+            return None if open_requests else self.ready
+
+        began = time.perf_counter()
+        self._worker.channel.send(requests)
+        _unless_failed(await self._worker.watch(take))
         if timing.num_tokens != batch_size * num_tokens:
             raise MeasurementFailed(
                 f"the worker sent {timing.num_tokens} tokens instead of {batch_size * num_tokens}"
             )
         return timing
+
+
+def _unless_failed(outcome: Ready | Fatal) -> Ready:
+    if isinstance(outcome, Fatal):
+        raise WorkerFailed(outcome.message)
+    return outcome
 
 
 def prompts(load: Workload, run: int, batch_size: int, vocab_size: int) -> list[list[int]]:

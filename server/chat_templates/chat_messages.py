@@ -154,7 +154,7 @@ def _call_id(number: int) -> str:
 
 
 def _prepare(message: Mapping[str, Any], traits: TemplateTraits) -> dict[str, Any]:
-    plain: dict[str, Any] = {key: _copy(v) for key, v in message.items() if v is not None}
+    plain: dict[str, Any] = {key: plain_copy(v) for key, v in message.items() if v is not None}
     if plain.get("role") == "latest_reminder" and not traits.knows_reminder:
         raise UnknownRole("latest_reminder")
     plain["content"] = _content(plain.get("content"), traits)
@@ -209,11 +209,12 @@ def _arguments(arguments: Any) -> Any:
     return value if isinstance(value, dict) else arguments
 
 
-def _copy(value: Any) -> Any:
+def plain_copy(value: Any) -> Any:
+    """Copy JSON data into exact built-in types, so that a template cannot call methods of ours."""
     if isinstance(value, Mapping):
-        return {str(key): _copy(item) for key, item in value.items()}
+        return {str(key): plain_copy(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_copy(item) for item in value]
+        return [plain_copy(item) for item in value]
     return value
 
 
@@ -225,7 +226,7 @@ def with_tools_prompt(
     The model is told to call them in the hermes format. Calls and results of earlier turns are
     converted to text, too.
     """
-    listed = "\n".join(json.dumps(_copy(tool), ensure_ascii=False) for tool in tools)
+    listed = "\n".join(json.dumps(plain_copy(tool), ensure_ascii=False) for tool in tools)
     prompt = (
         "You can call the functions below. To call one, answer with a JSON object of its name and "
         "its arguments between <tool_call> and </tool_call>, one pair of tags for each call:\n"

@@ -24,6 +24,7 @@ from .chat_messages import (
     TooLargeArguments,
     UnknownRole,
     UnsupportedContent,
+    plain_copy,
     prepare_messages,
     with_tools_prompt,
 )
@@ -160,7 +161,7 @@ class ChatTemplate:
         more = {**(chat_template_kwargs or {})}
         if template is self._encoder:
             more["response_schema"] = response_schema
-        given = [chat, _plain(tools), _plain(documents), _plain(more)]
+        given = [chat, plain_copy(tools), plain_copy(documents), plain_copy(more)]
         (chat, shown_tools, shown_documents, more), stand_ins = guard.hide(given)
         if tools and not traits.uses_tools:
             chat = with_tools_prompt(chat, shown_tools)
@@ -249,15 +250,6 @@ def _render_continued(template: Renderer, values: dict[str, Any]) -> str:
         )
     kept = rendered.startswith(f"{mark} ", cut)
     return rendered[:cut] if kept else rendered[:cut].rstrip()
-
-
-def _plain(value: Any) -> Any:
-    """Copy JSON data into exact built-in types, so that a template cannot call methods of ours."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value
 
 
 # --- the sandbox ------------------------------------------------------------------------------

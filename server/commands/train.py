@@ -145,12 +145,13 @@ def _prepare(job: TrainJob, given: dict[str, Any]) -> Path:
 
     Returns the path of the job's file. Raises PromptError, TokenizerLoadError, ChatTemplateError or
     OSError."""
-    from ..chat_templates.chat_template import ChatTemplate
     from ..drafters.training_prompts import tokenize_prompts, user_frame
     from ..text.tokenizer import Tokenizer
 
     prompts = _read(given, job.training.train_seed)
-    tokenizer, template = _text_side(job, Tokenizer, ChatTemplate)
+    model = job.config.model
+    tokenizer = Tokenizer.load(model.tokenizer or model.model, model.revision)
+    template = tokenizer.load_template(job.config.server.chat_template)
     ids = tokenize_prompts(prompts, tokenizer, template)
     prefix: list[int] = []
     suffix: list[int] = []
@@ -187,16 +188,6 @@ def _read(given: dict[str, Any], seed: int) -> list[Prompt]:
         if number < 1:
             raise ConfigError(f"--num-prompts must be a positive integer, not {count!r}")
     return heldout_prompts() + training_prompts(number, seed)
-
-
-def _text_side(job: TrainJob, tokenizers: Any, templates: Any) -> tuple[Any, Any]:
-    """The target's tokenizer and chat template."""
-    model, server = job.config.model, job.config.server
-    tokenizer = tokenizers.load(model.tokenizer or model.model, model.revision)
-    sources = tokenizer.chat_templates
-    if server.chat_template is not None:
-        sources = Path(server.chat_template).read_text(encoding="utf-8")
-    return tokenizer, templates(sources, tokenizer.special_tokens, tokenizer.chat_encoder)
 
 
 def _write(job: TrainJob, prompts: str) -> Path:

@@ -12,18 +12,16 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from concurrent.futures import Future
-from threading import Thread, current_thread, main_thread
-from typing import Any, TypeVar
+from threading import current_thread, main_thread
+from typing import Any
 
 from ...configs.schema import Config
 from ..engine.engine_client import WorkerFailed
+from ..off_loop import in_daemon_thread
 from .agent import agent_of
 from .agreement import HostsError, membership
 
 log = logging.getLogger("slipstream.hosts")
-
-T = TypeVar("T")
 
 _LEAVE_SECONDS = 5.0  # for actors to end after their nodes were told that the server stops
 
@@ -74,7 +72,8 @@ class RayCluster:
 
     async def connect(self) -> str:
         """Connect to the cluster; returns this host's address. Raises WorkerFailed."""
-        self._address = await _in_thread(self._connect)
+        # Ray replaces the handler of SIGTERM, which it cannot do outside the main thread.
+        self._address = await in_daemon_thread(self._connect)
         _take_back_sigterm()
         return self._address
 
@@ -112,7 +111,7 @@ class RayCluster:
         cannot reserve the resources in time.
         """
         if not all(has_joined(number) for number in numbers):
-            await _in_thread(self._place, numbers, port)
+            await in_daemon_thread(self._place, numbers, port)
 
     def _place(self, numbers: list[int], port: int) -> None:
         from ray.util.placement_group import placement_group, placement_group_table
@@ -165,7 +164,7 @@ class RayCluster:
 
     async def close(self) -> None:
         """Wait a while for the actors to end by themselves, kill the others, leave the cluster."""
-        await _in_thread(self._close)
+        await in_daemon_thread(self._close)
 
     def _close(self) -> None:
         ray = self._ray
@@ -188,20 +187,3 @@ def _take_back_sigterm() -> None:
     handler = signal.getsignal(signal.SIGTERM)
     if handler is not None and current_thread() is main_thread():
         signal.signal(signal.SIGTERM, handler)
-
-
-def _in_thread(function: Callable[..., T], *args: object) -> asyncio.Future[T]:
-    """Call a function that blocks in a daemon thread.
-
-    Ray replaces the handler of SIGTERM, which it cannot do outside the main thread.
-    """
-    outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(function(*args))
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    Thread(target=run, name=function.__name__, daemon=True).start()
-    return asyncio.wrap_future(outcome)

@@ -19,8 +19,8 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from ..errors import (
-    BodyTooSlow,
     MalformedBody,
+    RequestTooSlow,
     UnsupportedEncoding,
     UnsupportedMediaType,
     invalid_value,
@@ -52,7 +52,7 @@ class BodyReader:
     async def read(self, request: Request, model: type[Model]) -> Model:
         """The body as `model`. Unknown fields are accepted and logged.
 
-        Raises UnsupportedMediaType, UnsupportedEncoding, BodyTooSlow, InvalidRequest.
+        Raises UnsupportedMediaType, UnsupportedEncoding, RequestTooSlow, InvalidRequest.
         """
         data = await self._bytes(request)
         return await by_size(len(data), self._parsed, data, model)
@@ -80,7 +80,7 @@ class BodyReader:
             async with asyncio.timeout(self._timeout):
                 return await request.body()
         except TimeoutError:
-            raise BodyTooSlow(self._timeout or 0) from None
+            raise RequestTooSlow("request body", self._timeout or 0) from None
 
 
 def validated(value: Any, model: type[Model]) -> Model:

@@ -16,7 +16,7 @@ from typing import Any, cast
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from ..errors import APIError, HeadTooLarge, HeadTooSlow, MalformedRequest, error_body
+from ..errors import APIError, HeadTooLarge, MalformedRequest, RequestTooSlow, error_body
 from .sse import WRITER
 
 MAX_HEAD_BYTES = 64 << 10
@@ -268,7 +268,7 @@ class Connection(HttpToolsProtocol):
             return
         if self._is_past(self._head_since, now) and not self.transport.is_closing():
             if self._head_bytes:
-                self._refuse(HeadTooSlow(self._timeout))
+                self._refuse(RequestTooSlow("request", self._timeout))
             else:
                 self.transport.close()
         elif self._sends_for_nothing(now):

@@ -111,9 +111,7 @@ def _services(
         where = source or config.model.tokenizer or config.model.model
         tokenizer = Tokenizer.load(where, config.model.revision)
     if template is None:
-        file = config.server.chat_template
-        named = Path(file).read_text(encoding="utf-8") if file else tokenizer.chat_templates
-        template = ChatTemplate(named, tokenizer.special_tokens, tokenizer.chat_encoder)
+        template = tokenizer.load_template(config.server.chat_template)
     guard = _guard(config.server, tokenizer)
     names = config.server.served_model_name or (config.model.model,)
     identity = f"{version()} {config.model} {config.speculative}"

@@ -6,7 +6,6 @@ It does not import torch and knows no routes.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import errno
 import gc
@@ -15,10 +14,8 @@ import os
 import signal
 import socket
 import sys
-import threading
-from asyncio import Future
 from collections.abc import Callable, Coroutine, Iterator
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import uvicorn
 
@@ -28,6 +25,7 @@ from ...configs.schema import Config, ServerConfig
 from ...runner.messages import SetVocabulary
 from ..engine.engine_client import STOP_SECONDS, BeginWorker, EngineClient, WorkerFailed
 from ..engine.engines import Engines, create_engine
+from ..off_loop import in_daemon_thread
 from ..progress import StartupProgress
 
 if TYPE_CHECKING:
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("slipstream.server")
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 _FORCED = 130  # exit status after a second Ctrl-C
@@ -149,11 +146,11 @@ class Launch:
 
         Returns the HTTP server, which is not listening yet.
         """
-        await _in_daemon_thread(_check_model, self._config)
+        await in_daemon_thread(_check_model, self._config)
         worker = asyncio.create_task(_start_worker(client))
         await asyncio.sleep(0)  # let the worker's process start first
         try:
-            making = _in_daemon_thread(_create_app, self._config, client)
+            making = in_daemon_thread(_create_app, self._config, client)
             # Whichever fails first ends the start at once.
             _, (app, vocabulary) = await asyncio.gather(worker, making)
             client.set_vocabulary(vocabulary)
@@ -258,23 +255,6 @@ def _settled_heap() -> Iterator[None]:
     finally:
         gc.set_threshold(*thresholds)
         gc.unfreeze()
-
-
-def _in_daemon_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-    """Call a function in a daemon thread, which unlike an executor's does not delay the exit."""
-    outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            result = function(*args, **kwargs)
-        except BaseException as error:
-            outcome.set_exception(error)
-        else:
-            outcome.set_result(result)
-
-    outcome.set_running_or_notify_cancel()  # a later cancellation does not affect the thread
-    threading.Thread(target=run, name=function.__name__, daemon=True).start()
-    return asyncio.wrap_future(outcome)
 
 
 def _check_model(config: Config) -> None:

@@ -18,6 +18,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from tokenizers.processors import TemplateProcessing
 
+from ..chat_templates.chat_template import ChatTemplate
 from ..chat_templates.deepseek import DeepSeekEncoder, find_encoder
 from .bounded_encoding import TooManyTokens, check, encode, tail_start
 from .detokenizer import ByteTable, IncrementalDetokenizer, byte_table
@@ -78,6 +79,11 @@ class Tokenizer:
             raise
         except Exception as error:  # tokenizers raises plain Exception
             raise TokenizerLoadError(f"{folder}/tokenizer.json is unusable: {error}.") from error
+
+    def load_template(self, file: str | None) -> ChatTemplate:
+        """The chat template in `file`, or else the model's own. Raises OSError."""
+        sources = Path(file).read_text(encoding="utf-8") if file else self.chat_templates
+        return ChatTemplate(sources, self.special_tokens, self.chat_encoder)
 
     @property
     def chat_template(self) -> str | None:
