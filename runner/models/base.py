@@ -15,6 +15,7 @@ from ...kernels.linear.streams import write_stream
 from ..attention.base import AttentionLayer, AttentionState
 from ..attention.recurrent import RecurrentLayer
 from ..attention.reference import ReferenceMetadata
+from .formats.row_decoder import RowDecoder
 from .layers import CheckpointSlot, Embedding, RMSNorm, WeightFormat, module_slots
 from .native import NativeDecoder
 from .rotary import RotaryEmbedding, RotaryStep
@@ -174,6 +175,8 @@ class Block(Protocol):
 class SkippedBlock:
     """Takes the place of a `Block` that is left out."""
 
+    skips = True
+
     def forward(
         self,
         hidden: Tensor,
@@ -205,6 +208,7 @@ class PreNormModel(BlockModel):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, fmt)
         self.rotary = rotary
         self.decoder: NativeDecoder | None = None  # runs the blocks where it can
+        self.row_decoder: RowDecoder | None = None  # the same for one row on a GPU
 
     def forward(
         self,
@@ -221,10 +225,14 @@ class PreNormModel(BlockModel):
             self.decoder.run(hidden, positions, attention, aux_boundaries, aux.keep)
         else:
             rotary = self.rotary.at(positions)
-            for index, block in enumerate(self._blocks):
-                aux.keep(index, hidden, residual)
-                hidden, residual = block.forward(hidden, residual, rotary, attention)
-            aux.keep(len(self._blocks), hidden, residual)
+            by_row = self.row_decoder
+            if by_row is not None and rotary.cos is None and by_row.runs(self._blocks, hidden):
+                hidden = by_row.run(self._blocks, hidden, rotary, attention, aux.keep)
+            else:
+                for index, block in enumerate(self._blocks):
+                    aux.keep(index, hidden, residual)
+                    hidden, residual = block.forward(hidden, residual, rotary, attention)
+                aux.keep(len(self._blocks), hidden, residual)
         out = None if into is None else into[0]
         return self.norm.add(hidden, residual, out=out)[0], aux.all
 

@@ -19,6 +19,7 @@ from ..attention.base import AttentionLayer, AttentionState, Rotary
 from ..errors import ModelLoadError
 from ..parallel.ranks import head_counts
 from .base import PreNormModel
+from .formats.row_decoder import RowDecoder, RowWeights, tiled_matrix
 from .layers import Linear, RMSNorm, WeightFormat
 from .native import NativeDecoder, native_weights
 from .rotary import RotaryEmbedding, RotaryStep, rope_parameters
@@ -135,7 +136,13 @@ class Attention(nn.Module):
         The kernel adds up partial sums, norms heads, rotates and, if the attention back end
         supports it, stores keys and values.
         """
-        qkv = self.qkv_proj.parts(hidden, norm)
+        out = self.attend_heads(self.qkv_proj.parts(hidden, norm), rotary, attention)
+        out = selected(out, only)
+        return self.o_proj.parts(out) if residual is None else self.o_proj.add(out, residual)
+
+    def attend_heads(self, qkv: Tensor, rotary: RotaryStep, attention: AttentionState) -> Tensor:
+        """What attention computes of the results of `qkv_proj`, [M, N] or parts [S, M, N], before
+        the output projection: [M, heads * head_dim]."""
         heads = qkv.view(*qkv.shape[:-1], -1, self.head_dim)
         counts = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         query, key, value = torch.split(heads, counts, dim=-2)
@@ -146,8 +153,7 @@ class Attention(nn.Module):
             norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         turn = Rotary(rotary.positions, rotary.cos_sin_cache, rotary.interleaved, norms)
         out = attention.rotate_and_attend(self.layer.layer_id, query, key, value, turn)
-        out = selected(out.reshape(hidden.shape[0], self.q_size), only)
-        return self.o_proj.parts(out) if residual is None else self.o_proj.add(out, residual)
+        return out.reshape(qkv.shape[-2], self.q_size)
 
     def _scales(self, rotary: RotaryStep) -> Tensor:
         """The factors of this step's queries, [M, 1, 1] float32."""
@@ -286,6 +292,26 @@ class DecoderLayer(nn.Module):
         inner = (mlp.gate_up_proj, mlp.down_proj) if isinstance(mlp, MLP) else ()
         return attend.qkv_proj, attend.o_proj, *inner
 
+    def row_weights(self) -> RowWeights | None:
+        """See `RowBlock`."""
+        attend, mlp = self.self_attn, self.mlp
+        plain = type(self).forward is DecoderLayer.forward and type(attend) is Attention
+        if not plain or type(mlp) is not MLP:
+            return None
+        matrices = [tiled_matrix(linear.packed, linear.bias) for linear in self.linears()]
+        norms = self.input_layernorm.inside, self.post_attention_layernorm.inside
+        return RowWeights.of(matrices, norms)
+
+    def enter_row(self, hidden: Tensor) -> Tensor:
+        """See `RowBlock`."""
+        project = self.self_attn.qkv_proj
+        x, norm, _ = enter(self.input_layernorm, hidden, None, project.norms(1))
+        return project.parts(x, norm)
+
+    def attend_row(self, qkv: Tensor, rotary: RotaryStep, attention: AttentionState) -> Tensor:
+        """See `RowBlock`."""
+        return self.self_attn.attend_heads(qkv, rotary, attention)
+
     def native_weights(self) -> LayerWeights | None:
         if not isinstance(self.mlp, MLP):
             return None
@@ -347,6 +373,8 @@ class LlamaModel(PreNormModel):
         rotary = RotaryEmbedding(rope_parameters(config), head_dim, max_position, fmt.device)
         super().__init__(config, fmt, blocks, rotary)
         self.blocks = blocks
+        if fmt.packed and fmt.ranks is None and not fmt.torch_only:
+            self.row_decoder = RowDecoder(fmt.device)
         if fmt.native and fmt.ranks is None:  # it runs layers without collectives
             rotaries = [rotary] * len(blocks)
             self.decoder = NativeDecoder(blocks, self.attention_layers(), rotaries)

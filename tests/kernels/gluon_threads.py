@@ -11,6 +11,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import FunctionType, SimpleNamespace
 from typing import Any, ClassVar
 
@@ -86,7 +87,12 @@ class Shared:
     def permute(self, _order: object) -> Any:
         return SimpleNamespace(load=lambda _: self.load(None).T)
 
+    def slice(self, start: int, length: int, dim: int) -> Any:
+        return SimpleNamespace(load=lambda _: self.load(None).narrow(dim, start, length))
+
     def load(self, _layout: object) -> Tensor:
+        if self.shape[-1] <= self.panel:
+            return self.memory.view(self.shape).clone()  # registers
         rows, columns = self.shape
         panels = self.memory.view(columns // self.panel, rows, self.panel)
         return panels.permute(1, 0, 2).reshape(rows, columns).clone()  # registers
@@ -145,6 +151,7 @@ class Machine:
             full_like=torch.full_like,
             **dict.fromkeys(("BlockedLayout", "SliceLayout", "DotOperandLayout"), plain),
             **dict.fromkeys(("NVMMASharedLayout", "NVMMADistributedLayout"), plain),
+            SwizzledSharedLayout=plain,
         )  # fmt: skip
         self.mbarrier = SimpleNamespace(
             MBarrierLayout=lambda: "barrier", init=self._init, expect=self._expect,
@@ -159,6 +166,7 @@ class Machine:
             "async_copy": self.async_copy, "fence_async_shared": plain,
             "gdc_wait": plain, "gdc_launch_dependents": plain,
             "warpgroup_mma": self._multiply, "warpgroup_mma_wait": self._wait_products,
+            "mma_v2": lambda a, b, acc: acc + a.float() @ b.float(),
         }  # fmt: skip
 
     @staticmethod
@@ -330,18 +338,36 @@ def _as_python(
 
 
 class ThreadedKernel:
-    """In place of a kernel of `module`: `kernel[grid](...)` runs its programs one after another.
+    """In place of a kernel of `module`: `kernel[grid](...)` runs its programs one after another, or
+    at the same time if they meet: then `meet` is the name of the function in which they do.
 
     `parts` are functions that take the place of those of their names, which use registers.
     """
 
-    def __init__(self, module: Any, kernel: str, **parts: Any) -> None:
-        self._module, self._kernel, self._parts = module, kernel, parts
+    def __init__(self, module: Any, kernel: str, meet: str | None = None, **parts: Any) -> None:
+        self._module, self._kernel, self._parts, self._meet = module, kernel, parts, meet
 
     def __getitem__(self, grid: tuple[int]) -> Any:
-        return lambda *args, **options: [
-            self._run(program, grid[0], args, options) for program in range(grid[0])
-        ]
+        programs = range(grid[0])
+        if self._meet is None:
+            return lambda *args, **options: [
+                self._run(program, grid[0], args, options) for program in programs
+            ]
+        meeting = threading.Barrier(grid[0], timeout=TIMEOUT)
+        self._parts[self._meet] = lambda *_: meeting.wait()
+
+        def run_all(*args: Any, **options: Any) -> None:
+            def run(program: int) -> None:
+                try:
+                    self._run(program, grid[0], args, options)
+                except BaseException:
+                    meeting.abort()  # so that the others end, too
+                    raise
+
+            with ThreadPoolExecutor(grid[0]) as pool:
+                list(pool.map(run, programs))
+
+        return run_all
 
     def _run(self, program: int, num_programs: int, args: Any, options: dict[str, Any]) -> None:
         machine = Machine(program, num_programs)

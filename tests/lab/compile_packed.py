@@ -39,6 +39,8 @@ from slipstream.kernels.packed.linear import (
     packed_linear,
     packed_linear_parts,
 )
+from slipstream.kernels.packed.persistent.row_layer import multiply_row
+from slipstream.kernels.packed.persistent.row_weights import RowLayer, fits_row_layer
 from slipstream.kernels.quant.packed import PackedWeight
 from slipstream.kernels.quant.tiled import tile
 
@@ -90,6 +92,13 @@ def check_instructions() -> None:
             code = assembly(kernel)
             assert "HGMMA" in code and "USETMAXREG" in code and "LDL" not in code, name
             assert "cp.async.bulk.tensor" in ptx, name
+        if name == "_hopper_row_kernel":
+            code = assembly(kernel)
+            assert "HMMA" in code and "USETMAXREG" in code and "LDL" not in code, name
+            assert "UTMALDG.4D" in code and "LDS.128" in code, name
+            assert "atom.acq_rel.gpu" in ptx and "trap" in ptx, name
+            # one multiprocessor holds a program and a program of attention beside it
+            assert kernel.metadata.shared <= 228 * 1024 - 1024 - 24 * 1024, name
         if name == "_packed_gemv_kernel":
             assert "ld.global" in before
 
@@ -115,6 +124,8 @@ def few() -> None:
     for rows in (1, 17, 300):  # each form, and both ways of sorting rows
         narrow_experts(GPT_OSS, rows, whole=rows == 1)
     coded(512, 1024)
+    for name in ("int4", "fp8"):
+        row_layer(name, 512, 1024, 3584)
     one("fp8", qkv, Skinny(64, 128, 4, 4, 2, 16), 9)
     one("int4", qkv, Skinny(64, 256, 3, 4, 2, 128), 99)
     one("int4", gate_up, Skinny(128, 256, 2, 8, 1, 128), 99)
@@ -175,6 +186,19 @@ def coded(outputs: int, inputs: int) -> None:
         if name == "fp8":
             parts = Codes(128, 128, 6, 4, 2, 128, 1, 0, roles=1)
             packed_linear_parts(act, tile_on_meta(name, down), None, parts, None, base.BF16)
+
+
+def row_layer(name: str, outputs: int, hidden: int, inner: int) -> None:
+    """Compile the launch between two attentions of one row, and that after the last one."""
+    shapes = ((hidden, hidden), (2 * inner, hidden), (hidden, inner), (outputs, hidden))
+    weights = [tile_on_meta(name, Shape("other", *shape)) for shape in shapes]
+    norm = meta(hidden), 1e-5
+    layer = RowLayer(*weights, norm, norm)
+    assert fits_row_layer(layer, base.BF16, torch.device("meta"))
+    for own in (layer, replace(layer, qkv=None, next_norm=None)):
+        counter = meta(1, dtype=base.I32)
+        stream, following = multiply_row(meta(1, hidden), meta(1, hidden), own, counter)
+        assert stream.shape == (1, hidden) and (following is None) == (own.qkv is None)
 
 
 QWEN, GPT_OSS = (128, 2048, 768, 8), (32, 2880, 2880, 4)  # Qwen3-30B-A3B, gpt-oss-20b

@@ -115,9 +115,9 @@ TALL = ((64, 3, 4), (128, 3, 8), (128, 2, 8), (64, 2, 4))
 # --- one request ---------------------------------------------------------------------------------
 
 
-def make_step(kind: str, device: torch.device) -> Step:
+def make_step(kind: str, device: torch.device, layers: int = LAYERS) -> Step:
     """A step of one request through a few layers in the format `kind`."""
-    sizes = {**MODELS["Llama-8B"], "num_hidden_layers": LAYERS, "max_position_embeddings": MAX_LEN}
+    sizes = {**MODELS["Llama-8B"], "num_hidden_layers": layers, "max_position_embeddings": MAX_LEN}
     said = QUANTISED[kind]
     chooser = LinearChooser(H100_WINNERS)
     model = build_model(LlamaConfig(**sizes), device, BF16, linear=chooser, packed=said is not None)

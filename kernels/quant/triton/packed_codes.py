@@ -157,8 +157,8 @@ def _int4_parts() -> list[str]:
 
 
 _INT4_PARTS = _assembly(_int4_parts(), 4)
-_MASKED_4 = _assembly(_masked(4, ""), 4)
-_MASKED_FP8_BF16, _MASKED_FP8_F16 = (_assembly(_masked(8, of), 2) for of in ("bf16", "f16"))
+MASKED_4 = _assembly(_masked(4, ""), 4)
+MASKED_FP8_BF16, MASKED_FP8_F16 = (_assembly(_masked(8, of), 2) for of in ("bf16", "f16"))
 _RAW_BF16, _RAW_F16 = _assembly(_int4("bf16", False), 4), _assembly(_int4("f16", False), 4)
 
 
@@ -328,10 +328,10 @@ def scaled_numbers(words, KIND: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.
     small float.
     """
     if ASSEMBLY and KIND == 0:
-        a, b = _two(words, _MASKED_FP8_BF16 if DTYPE == tl.bfloat16 else _MASKED_FP8_F16, DTYPE)
+        a, b = _two(words, MASKED_FP8_BF16 if DTYPE == tl.bfloat16 else MASKED_FP8_F16, DTYPE)
         c, d = a, b
     elif ASSEMBLY and KIND == 2:
-        a, b, c, d = _four(words, _MASKED_4, DTYPE)
+        a, b, c, d = _four(words, MASKED_4, DTYPE)
     elif KIND == 2:
         a, b = plain_numbers(words, 0, 2).to(DTYPE), plain_numbers(words, 1, 2).to(DTYPE)
         c, d = plain_numbers(words, 2, 2).to(DTYPE), plain_numbers(words, 3, 2).to(DTYPE)

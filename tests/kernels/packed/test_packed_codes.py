@@ -143,10 +143,10 @@ def test_codes_with_zeros_come_with_a_base(name: str, base: int) -> None:
 @pytest.mark.parametrize(
     ("name", "kind", "dtype"),
     [
-        ("_MASKED_4", "int4", torch.bfloat16),
-        ("_MASKED_4", "int4", torch.float16),
-        ("_MASKED_FP8_BF16", "fp8", torch.bfloat16),
-        ("_MASKED_FP8_F16", "fp8", torch.float16),
+        ("MASKED_4", "int4", torch.bfloat16),
+        ("MASKED_4", "int4", torch.float16),
+        ("MASKED_FP8_BF16", "fp8", torch.bfloat16),
+        ("MASKED_FP8_F16", "fp8", torch.float16),
     ],
 )
 def test_masks_alone_give_numbers_times_a_power_of_two(

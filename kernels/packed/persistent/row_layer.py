@@ -1,0 +1,50 @@
+"""All products between two attentions of one row: output projection, feed-forward layer, and the
+next layer's query, key and value, with their norms and residuals.
+
+One kernel computes them all, so that the memory does not rest between them; see
+`triton/hopper_row.py`.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional
+
+from ...linear.norm_rope import fused_add_rms_norm_reference
+from ...quant.tiled import TiledWeight
+from .row_weights import RowLayer
+
+USE_ROW_LAYER = False  # no GPU has measured it yet
+
+
+def multiply_row(
+    x: Tensor, residual: Tensor, layer: RowLayer, counter: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the stream [1, H] after a layer, and query, key and value [1, N] of the next one.
+
+    x: [1, heads * head_dim], what attention computed; residual: [1, H], the stream before it;
+    counter: [1] int32, zero before the first launch that uses it, and of no two launches that may
+    run at the same time. All must be on a GPU, and `fits_row_layer` be True.
+    """
+    from .triton.hopper_row import multiply
+
+    found: tuple[Tensor, Tensor | None] = multiply(x, residual, layer, counter)
+    return found
+
+
+def multiply_row_reference(
+    x: Tensor, residual: Tensor, layer: RowLayer
+) -> tuple[Tensor, Tensor | None]:
+    """The plain version of `multiply_row`."""
+
+    def product(row: Tensor, weight: TiledWeight) -> Tensor:
+        return row @ weight.dequantise(row.dtype).T
+
+    attended = product(x, layer.o)
+    row, middle = fused_add_rms_norm_reference(attended, residual, *layer.norm)
+    gate, up = product(row, layer.gate_up).chunk(2, -1)
+    fed = product(functional.silu(gate) * up, layer.down)
+    if layer.qkv is None or layer.next_norm is None:
+        return middle + fed, None
+    row, stream = fused_add_rms_norm_reference(fed, middle, *layer.next_norm)
+    return stream, product(row, layer.qkv)

@@ -1,0 +1,213 @@
+"""All products between two attentions of one row with quantised weights, in one launch, in Gluon.
+
+As many programs as the GPU has multiprocessors run at the same time, and wait for each other after
+each product, because the next one needs all of its results. In a program one warp, the producer,
+copies words into shared memory by the tensor memory accelerator. Weights depend on nothing, so it
+copies those of the next product while other warps wait, and those of the first while attention
+runs: memory is read all the time. Eight warps, the consumer, multiply a step of eight spans
+of 16 weight rows at a time, each warp its own span, on the tensor cores. A lane loads 16 bytes of a
+row at once, as in `packed_direct`; that module explains the order of columns and the floats.
+
+A program's results are stored with their product with the weight of the next norm, and with the sum
+of their squares, so that no program has to norm the whole row.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ....device import card_of
+from ....launch import hash_functions, pdl_options
+from ....linear.triton.skinny import _TRITON_DTYPES
+from ....quant.tiled import TiledWeight
+from ....quant.triton.packed_codes import sum_factor
+from ...kinds import WIDTH
+from ..row_weights import RowLayer
+from .hopper_row_roles import INPUT_FACTOR, SPANS, bring_words, multiply_all
+
+WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 16, 4))
+FLAT = gl.constexpr(gl.NVMMASharedLayout(0, 16, 3))
+PATIENCE = 1 << 24  # times 1024 cycles: about ten seconds until a missing program is an error
+
+
+@dataclass(frozen=True)
+class Form:
+    """The variable parts of the kernel."""
+
+    stages: int = 11  # of 16 KiB of words
+    held: int = 4  # steps whose inputs stay in registers
+    registers: int = 128  # of a thread, on average
+    producer: int = 40  # registers of a thread of the producer
+    fetched: int = 0  # tiles of gate and up of a program that are copied to L2 at the start
+    early: int = 1  # 1 = the next kernel may start while this one runs, 0 = near its end
+
+
+@gluon.jit
+def _hopper_row_kernel(
+    o, o_scales, o_channel, o_outputs,
+    gate_up, gate_up_scales, gate_up_channel, gate_up_outputs, gate_up_words,
+    down, down_scales, down_channel, down_outputs,
+    qkv, qkv_scales, qkv_channel, qkv_outputs,
+    x,  # [heads * head_dim], what attention computed
+    residual,  # [H], the stream before attention
+    gain,  # [H], weight of the norm before gate and up
+    middle,  # [H], the stream after attention
+    normed,  # [H], that times the norm's weight
+    inner,  # [I], what down multiplies
+    next_gain,  # [H], weight of the norm before the next layer's qkv
+    stream,  # [H], the stream after the layer
+    next_normed,  # [H], that times the norm's weight
+    out,  # [N] of qkv
+    squares,  # [2, PROGRAMS] float32, sums of squares of each program
+    counter,  # [1] int32
+    eps,
+    next_eps,
+    patience,  # times 1024 cycles
+    TILES: gl.constexpr,  # of the four products
+    STEPS: gl.constexpr,  # of a tile
+    GROUPS: gl.constexpr,  # in a span; 0 = scales of whole rows
+    SLICES: gl.constexpr,
+    FACTORS: gl.constexpr,  # of the sums of each slice
+    SIZES: gl.constexpr,  # columns of the products
+    PROGRAMS: gl.constexpr,  # a power of 2
+    STAGES: gl.constexpr,
+    HELD: gl.constexpr,
+    FIRST: gl.constexpr,  # of a program's tiles of gate and up that does not fit into the stages
+    FETCHED: gl.constexpr,  # tiles from there on that are copied to L2
+    EARLY: gl.constexpr,
+    SCALE: gl.constexpr,  # type of the scales of groups
+    PRODUCER: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    w_ring = gl.allocate_shared_memory(gl.int16, [STAGES, SPANS, 2, 8, 64], WORDS)
+    s_ring = w_ring
+    if GROUPS > 0:
+        s_ring = gl.allocate_shared_memory(SCALE, [STAGES, SPANS * GROUPS, 2, 8], FLAT)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    fence_async_shared()
+    products = (
+        (o, o_scales, o_channel, o_outputs),
+        (gate_up, gate_up_scales, gate_up_channel, gate_up_outputs, gate_up_words),
+        (down, down_scales, down_channel, down_outputs),
+        (qkv, qkv_scales, qkv_channel, qkv_outputs),
+    )
+    gl.warp_specialize(
+        [
+            (multiply_all, (
+                products[0], products[1], products[2], products[3], x, residual, gain, middle,
+                normed, inner, next_gain, stream, next_normed, out, squares, counter, eps, next_eps,
+                patience, w_ring, s_ring, full, empty, TILES, STEPS, GROUPS, SLICES, FACTORS, SIZES,
+                PROGRAMS, STAGES, HELD, SCALE, EARLY, PDL,
+            )),
+            (bring_words, (
+                products[0], products[1], products[2], products[3], w_ring, s_ring, full, empty,
+                TILES, STEPS, GROUPS, STAGES, FIRST, FETCHED,
+            )),
+        ],
+        [1],
+        [PRODUCER],
+    )  # fmt: skip
+
+
+def multiply(
+    x: Tensor,
+    residual: Tensor,
+    layer: RowLayer,
+    counter: Tensor,
+    form: Form | None = None,
+    programs: int | None = None,
+    patience: int = PATIENCE,
+) -> tuple[Tensor, Tensor | None]:
+    """See `row_layer.multiply_row`. Programs default to one for each multiprocessor; more could
+    not all run at the same time, and would wait forever."""
+    form = form or Form()
+    weights = (layer.o, layer.gate_up, layer.down, layer.qkv or layer.o)
+    kind, slices, hidden = layer.o.kind, layer.o.slices, layer.o.shape[0]
+    inner, outputs = layer.down.shape[1], 0 if layer.qkv is None else layer.qkv.shape[0]
+    card = card_of(x.device)
+    if programs is None:
+        programs = 4 if card is None else card.num_processors
+    padded = triton.next_power_of_2(programs)
+    groups = 0 if layer.o.group >= layer.o.columns else slices * WIDTH // layer.o.group
+    rows = x.new_empty(4, hidden)
+    middle, normed, stream, next_normed = rows
+    out = x.new_empty(1, outputs) if outputs else x
+    next_gain, next_eps = layer.norm if layer.next_norm is None else layer.next_norm
+    arguments: list[Any] = []
+    for weight in weights:
+        arguments += _product(weight, weight is layer.gate_up, groups)
+    tiles = (hidden // 16, inner // 8, hidden // 16, outputs // 16)
+    columns = slices * WIDTH * int(SPANS.value)  # of a step
+    steps = tuple(triton.cdiv(weight.shape[1], columns) for weight in weights)
+    first = max(0, form.stages - triton.cdiv(tiles[0], programs) * steps[0]) // steps[1]
+    whole = hidden % columns == 0  # else rows are shorter than steps
+    _hopper_row_kernel[(programs,)](
+        *arguments,
+        x,
+        residual,
+        layer.norm[0],
+        middle,
+        normed,
+        x.new_empty(inner),
+        next_gain,
+        stream,
+        next_normed,
+        out,
+        torch.empty(2, padded, dtype=torch.float32, device=x.device),
+        counter,
+        layer.norm[1],
+        next_eps,
+        patience,
+        TILES=tiles,
+        STEPS=steps,
+        GROUPS=groups,
+        SLICES=slices,
+        FACTORS=sum_factor(kind, torch.bfloat16, True, INPUT_FACTOR.value)[0],
+        SIZES=tuple(weight.shape[1] for weight in weights),
+        PROGRAMS=padded,
+        STAGES=form.stages,
+        HELD=form.held,
+        FIRST=first,
+        FETCHED=form.fetched if whole else 0,
+        EARLY=form.early,
+        SCALE=_TRITON_DTYPES[layer.o.scales.dtype] if groups else gl.int16,
+        PRODUCER=form.producer,
+        num_warps=int(SPANS.value),
+        maxnreg=form.registers,
+        **pdl_options(x),
+    )
+    return stream.view(1, -1), out if outputs else None
+
+
+def _product(weight: TiledWeight, gated: bool, groups: int) -> list[Any]:
+    """The arguments of a product, see `hopper_row_roles`."""
+    words, scales, count = weight.words, weight.scales, weight.shape[0]
+    blocks = (2, count // 2) if gated else (count // 8, 8)
+    lines = words.view(*blocks, words.shape[1] // WIDTH, WIDTH).permute(2, 0, 1, 3)
+    source = TensorDescriptor.from_tensor(lines, [int(SPANS.value), 2, 8, WIDTH], WORDS.value)
+    if groups:
+        own = scales.view(-1, *blocks)
+        box = [int(SPANS.value) * groups, 2, 8]
+        factors: Any = TensorDescriptor.from_tensor(own, box, FLAT.value)
+    else:
+        factors = scales
+    known = [source, factors, words if groups else scales, blocks[1] if gated else count]
+    return [*known, words] if gated else known
+
+
+hash_functions(globals())

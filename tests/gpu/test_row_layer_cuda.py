@@ -1,0 +1,88 @@
+"""The compiled kernel that computes all products between two attentions of one row."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels import launch
+from slipstream.kernels.packed.persistent.row_layer import multiply_row_reference
+from slipstream.kernels.packed.persistent.row_weights import RowLayer, fits_row_layer
+from slipstream.kernels.quant.tiled import tile
+
+from ..kernels.quant.random_weights import random_weight
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+PATIENCE = 10**8 // 1024  # of programs that wait for others, times 1024 cycles
+SIZES = ((256, 512, 2304, 336), (4096, 4096, 14336, 6144))  # heads, hidden, inner, outputs of qkv
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill freed memory with NaN, and enable dependent launches, the harder case."""
+    for size in (1 << 12, 1 << 16, 1 << 20):
+        torch.full((size,), float("nan"), device="cuda")
+    monkeypatch.setattr(launch, "pdl_wanted", lambda: True)
+
+
+def layer_of(name: str, sizes: tuple[int, int, int, int]) -> RowLayer:
+    heads, hidden, inner, outputs = sizes
+    shapes = ((hidden, heads), (2 * inner, hidden), (hidden, inner), (outputs, hidden))
+    weights = [tile(random_weight(name, *shape, "cuda", seed=i)) for i, shape in enumerate(shapes)]
+    weights = [replace(own, scales=own.scales / own.columns**0.5) for own in weights]
+    norms = [(torch.rand(hidden, device="cuda").bfloat16() + 0.5, 1e-5 * (1 + i)) for i in (0, 1)]
+    layer = RowLayer(*weights, *norms)
+    assert fits_row_layer(layer, torch.bfloat16, weights[0].device)
+    return layer
+
+
+def close(got: Tensor | None, exact: Tensor | None) -> None:
+    assert got is not None and exact is not None and got.shape == exact.shape
+    error = float((got.float() - exact).norm() / exact.norm())
+    assert error < 0.01, error  # of the rounding of each product's input
+
+
+@pytest.mark.parametrize("name", ["int4 128", "fp8 rows"])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_chains_equal_the_plain_version(name: str, sizes: tuple[int, int, int, int]) -> None:
+    """Eagerly and in a graph, whose replays have the same bits: no program overtakes another."""
+    from slipstream.kernels.packed.persistent.triton.hopper_row import multiply
+
+    layer = layer_of(name, sizes)
+    counter = torch.zeros(1, dtype=torch.int32, device="cuda")
+    x = torch.randn(1, sizes[0], device="cuda").bfloat16()
+    residual = torch.randn(1, sizes[1], device="cuda").bfloat16()
+    run = partial(multiply, x, counter=counter, patience=PATIENCE)
+    last = replace(layer, qkv=None, next_norm=None)
+
+    def chain() -> list[Tensor]:
+        stream, kept = residual, []
+        for own in (layer, layer, last):
+            stream, qkv = run(stream, own)
+            kept += [stream] if qkv is None else [stream, qkv]
+        return kept
+
+    eager = chain()
+    torch.cuda.synchronize()
+    stream = residual
+    for index in (0, 2):
+        exact = multiply_row_reference(x.float(), stream.float(), layer)
+        close(eager[index], exact[0])
+        close(eager[index + 1], exact[1])
+        stream = eager[index]
+    close(eager[4], multiply_row_reference(x.float(), stream.float(), last)[0])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain()
+    for _ in range(300):
+        for kept in captured:
+            kept.fill_(float("nan"))
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(captured, eager, strict=True))

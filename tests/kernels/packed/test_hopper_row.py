@@ -1,0 +1,122 @@
+"""The products between two attentions in one launch, its programs and roles run as threads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.packed.persistent.row_layer import multiply_row_reference
+from slipstream.kernels.packed.persistent.row_weights import RowLayer, fits_row_layer
+from slipstream.kernels.quant.tiled import tile
+
+from ..gluon_threads import ThreadedKernel
+from ..quant.random_weights import FORMATS, random_weight
+
+pytestmark = pytest.mark.usefixtures("triton_interpreter")
+CPU = torch.device("cpu")
+NORM = torch.ones(512), 1e-5
+SHAPES = ((512, 256), (2048, 512), (512, 1024), (336, 512))  # o, gate and up, down, qkv
+SMALLEST = 2.0**-133  # number of bfloat16
+# attention's heads, hidden, inner and outputs of qkv: steps with few spans, and several steps
+SIZES = {"int4 128": (768, 512, 2304, 336), "fp8 rows": (384, 1152, 1280, 48)}
+
+
+def masked_4(words: Tensor) -> tuple[Tensor, ...]:
+    low, high = words.int() & 255, words.int() >> 8 & 255
+    return tuple((part & bits) * SMALLEST for part in (low, high) for bits in (15, 240))
+
+
+def masked_8(words: Tensor) -> tuple[Tensor, ...]:
+    codes = (words.int() & 255, words.int() >> 8 & 255)
+    return tuple(
+        code.to(torch.uint8).view(torch.float8_e4m3fn).float() * 2.0**-120 for code in codes
+    )
+
+
+def check_fetch(pointer: Any, size: int) -> None:
+    """What is copied to L2 must be in the tensor."""
+    pointer.places(None)
+    (pointer + (size // pointer.memory.element_size() - 1)).places(None)
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module of the kernel, which runs on the CPU; new memory is NaN."""
+    empty = torch.Tensor.new_empty
+    poisoned = lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan"))  # noqa: E731
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+    from slipstream.kernels.packed.persistent.triton import hopper_row
+
+    minus_eight = torch.full((8, 16, 64), -8 * SMALLEST)
+    ThreadedKernel(
+        hopper_row,
+        "_hopper_row_kernel",
+        "meet_programs",
+        masked_4=masked_4,
+        masked_8=masked_8,
+        minus_eight=lambda: minus_eight,
+        fetch=check_fetch,
+    ).replace(monkeypatch)
+    return hopper_row
+
+
+def layer_of(name: str, sizes: tuple[int, int, int, int]) -> RowLayer:
+    heads, hidden, inner, outputs = sizes
+    shapes = ((hidden, heads), (2 * inner, hidden), (hidden, inner), (outputs, hidden))
+    weights = [tile(random_weight(name, *shape, seed=i)) for i, shape in enumerate(shapes)]
+    norms = [(torch.rand(hidden) + 0.5, 1e-5 * (1 + i)) for i in range(2)]
+    return RowLayer(*weights, *norms)
+
+
+def run(kernel: Any, layer: RowLayer, programs: int, **changes: int) -> None:
+    """Compare the kernel in a form with the plain version."""
+    form = replace(kernel.Form(), **changes)
+    x, residual = torch.randn(1, layer.o.shape[1]), torch.randn(1, layer.o.shape[0])
+    counter = torch.zeros(1, dtype=torch.int32)
+    for own in (layer, replace(layer, qkv=None, next_norm=None)):
+        got = kernel.multiply(x, residual, own, counter, form, programs)
+        for found, exact in zip(got, multiply_row_reference(x, residual, own), strict=True):
+            assert (found is None) == (exact is None)
+            if found is not None and exact is not None:
+                assert found.shape == exact.shape
+                atol = 1e-4 * float(exact.abs().mean())
+                torch.testing.assert_close(found, exact, rtol=1e-4, atol=atol)
+
+
+@pytest.mark.parametrize("name", ["int4 128", "fp8 rows"])
+@pytest.mark.parametrize(
+    ("programs", "stages", "held"), [(1, 2, 4), (3, 3, 1), (5, 11, 4), (64, 3, 4)]
+)
+def test_a_layer_is_that_of_its_parts(
+    kernel: Any, name: str, programs: int, stages: int, held: int
+) -> None:
+    """Also with more programs than tiles, and with more stages than steps."""
+    run(kernel, layer_of(name, SIZES[name]), programs, stages=stages, held=held)
+
+
+@pytest.mark.parametrize("fetched", [2, 40])
+def test_tiles_that_are_copied_to_l2_are_in_the_matrix(kernel: Any, fetched: int) -> None:
+    run(kernel, layer_of("fp8 rows", (384, 1024, 1280, 48)), 5, fetched=fetched)
+
+
+def test_it_knows_fp8_of_rows_and_int4_of_128_without_zeros() -> None:
+    known = {"int4 128", "fp8 rows"}
+    for name in FORMATS:
+        weights = [tile(random_weight(name, *shape)) for shape in SHAPES]
+        layer = RowLayer(*weights, NORM, NORM)
+        assert fits_row_layer(layer, torch.bfloat16, CPU) == (name in known), name
+        assert not fits_row_layer(layer, torch.float16, CPU)
+
+
+def test_it_needs_matrices_that_follow_each_other() -> None:
+    o, gate_up, down, qkv = (tile(random_weight("int4 128", *shape)) for shape in SHAPES)
+    other = tile(random_weight("fp8 rows", *SHAPES[2]))
+    layer = RowLayer(o, gate_up, down, qkv, NORM, NORM)
+    assert fits_row_layer(layer, torch.bfloat16, CPU)
+    assert fits_row_layer(replace(layer, qkv=None, next_norm=None), torch.bfloat16, CPU)
+    for changes in ({"down": other}, {"o": qkv}, {"qkv": down}, {"gate_up": o}):
+        assert not fits_row_layer(replace(layer, **changes), torch.bfloat16, CPU), changes

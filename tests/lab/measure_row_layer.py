@@ -1,0 +1,202 @@
+"""Prints how long a layer of one request takes if one launch computes all between two attentions.
+
+    PYTHONPATH=.src python tests/lab/measure_row_layer.py [--kinds int4,fp8] [--layers 32]
+        [--seconds 50] [--compile-only]
+
+A chain of layers of Llama 8B's shape with random weights, in a CUDA graph with dependent launches
+as in a real step: first as today, then with `kernels.packed.persistent` in several forms. A line:
+microseconds of a layer, the difference to today's chain, microseconds and bandwidth of the launches
+without attention between them, the relative error against today's chain, and the form. The first
+launch is checked alone: it fails after 0.1 s if its programs do not meet. All kernels are compiled
+first, in parallel processes and without the GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from chain_step import BF16, Step
+from measure_chain import H200, Bench
+from measure_packed_row import TOLERANCE, make_step
+from torch import Tensor
+
+from slipstream.kernels.compile_ahead import ForkingExecutor, compiling_only, without_gpu
+from slipstream.kernels.packed.persistent import row_layer
+from slipstream.kernels.packed.persistent.row_weights import RowLayer
+from slipstream.kernels.packed.persistent.triton import hopper_row
+from slipstream.kernels.packed.persistent.triton.hopper_row import Form
+
+PATIENCE = 10**8 // 1024  # of the programs, times 1024 cycles
+FORMS: Sequence[dict[str, int]] = (
+    {},
+    {"early": 0},
+    {"fetched": 2},
+    {"fetched": 4},
+    {"fetched": 8},
+    {"stages": 12},
+    {"stages": 13},
+    {"stages": 8},
+    {"stages": 5},
+    {"held": 1},
+    {"registers": 104},
+    {"registers": 152},
+    {"stages": 13, "fetched": 4},
+    {"stages": 13, "registers": 104},
+    {"early": 0, "fetched": 4},
+)
+
+
+@contextmanager
+def using(form: Form) -> Iterator[None]:
+    """Inside, models use the kernel in this form."""
+    multiply = partial(hopper_row.multiply, form=form, patience=PATIENCE)
+    with (
+        patch.object(row_layer, "USE_ROW_LAYER", True),
+        patch.object(hopper_row, "multiply", multiply),
+    ):
+        yield
+
+
+def layers_of(step: Step) -> list[RowLayer]:
+    """The weights between the attentions of a step's model."""
+    model = step.model
+    x = torch.empty(1, model.config.hidden_size, dtype=BF16, device=step.ids.device)
+    layers: list[RowLayer] | None = model.row_decoder._layers(model._blocks, x)
+    assert layers is not None, "the kernel does not know this model"
+    return layers
+
+
+def launches(layers: Sequence[RowLayer], form: Form, counter: Tensor) -> None:
+    """The launches of all layers without attention: each reads the stream of the one before."""
+    hidden = counter.new_ones(1, layers[0].o.shape[0], dtype=BF16)
+    for layer in layers:
+        multiply = partial(hopper_row.multiply, form=form, patience=PATIENCE)
+        hidden, _ = multiply(hidden, hidden, layer, counter)
+
+
+def check_alone(layers: Sequence[RowLayer]) -> None:
+    """Compare the first launch with the plain version; it is the first that could hang."""
+    device = layers[0].o.device
+    hidden = layers[0].o.shape[0]
+    x, residual = (torch.randn(1, hidden, device=device).to(BF16) for _ in range(2))
+    counter = torch.zeros(1, dtype=torch.int32, device=device)
+    exact = row_layer.multiply_row_reference(x.float(), residual.float(), layers[0])
+    for turn in range(3):
+        got = hopper_row.multiply(x, residual, layers[0], counter, patience=PATIENCE)
+        torch.cuda.synchronize()
+        bench = Bench(device)
+        errors = [
+            bench.error(a, b)
+            for a, b in zip(got, exact, strict=True)
+            if a is not None and b is not None
+        ]
+        count = int(counter) & 0xFFFFFFFF
+        shown = ", ".join(f"{error:.5f}" for error in errors)
+        print(f"launch {turn}: relative errors of stream and qkv {shown}; counter {count:#x}")
+        assert all(error < TOLERANCE for error in errors)
+
+
+def run(bench: Bench, kind: str, count: int, deadline: float) -> None:
+    """Print the chain of one format in all forms."""
+    step = make_step(kind, bench.device, 2 if bench.is_dry else count)
+    layers = layers_of(step)
+    counter = torch.zeros(1, dtype=torch.int32, device=bench.device)
+    if not bench.is_dry:
+        check_alone(layers)
+    exact = step.hidden()
+    today = bench.time([step.hidden]) / count
+    if not bench.is_dry:
+        rest = bench.time([step.tokens]) - today * count
+        print(f"{kind:5} today {today:.2f} us a layer, head and rest {rest:.0f} us", flush=True)
+    num_bytes = sum(weight.nbytes for layer in layers for weight in weights_of(layer))
+    names = [field.name for field in fields(Form)]
+    fastest = float("inf")
+    for changes in FORMS:
+        if time.monotonic() > deadline:
+            return
+        assert set(changes) <= set(names)
+        form = Form(**changes)
+        try:
+            with using(form):
+                error = bench.error(step.hidden(), exact)
+                us = bench.time([step.hidden]) / count
+            alone = bench.time([partial(launches, layers, form, counter)]) / count
+        except Exception as problem:  # a lab script: name it and go on
+            print(f"{kind:5} failed: {changes} {str(problem)[:160]}", flush=True)
+            if bench.is_dry or "CUDA error" in str(problem):
+                raise
+            continue
+        if bench.is_dry:
+            continue
+        star = "*" if us < fastest and error < TOLERANCE else " "
+        fastest = min(us, fastest)
+        rate = num_bytes / count / max(alone, 1e-9) / 1e6
+        print(
+            f"{kind:5} {us:8.2f} {us - today:+8.2f}{star} alone {alone:7.2f} us {rate:.2f} TB/s "
+            f"error {error:.4f} {changes}",
+            flush=True,
+        )
+    if not bench.is_dry:
+        step_us = 32 * fastest + rest
+        print(f"{kind:5} best {fastest:.2f}, so {1e6 / step_us:.0f} tokens/s in 32 layers")
+
+
+def weights_of(layer: RowLayer) -> list[Any]:
+    found = [layer.o, layer.gate_up, layer.down, layer.qkv]
+    return [weight for weight in found if weight is not None]
+
+
+def compile_all(args: argparse.Namespace) -> None:
+    """Compile in this process, which must not have used the GPU."""
+    bench, began = Bench(torch.device("meta")), time.monotonic()
+    executor = ForkingExecutor(args.jobs)
+    with torch.inference_mode(), without_gpu(H200), compiling_only(executor) as kinds:
+        for kind in args.kinds:
+            run(bench, kind, 2, float("inf"))
+    failed = [key for key, kernel in kinds.items() if kernel.future.exception() is not None]
+    took = time.monotonic() - began
+    print(f"compiled {len(kinds)} kernels in {took:.0f} s, {len(failed)} failed", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kinds", type=lambda text: text.split(","), default=["int4", "fp8"])
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--seconds", type=float, default=50)
+    parser.add_argument("--compile-only", action="store_true")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    args = parser.parse_args()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            compile_all(args)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    failed = os.waitpid(child, 0)[1]
+    if args.compile_only or failed:
+        raise SystemExit(int(failed != 0))
+    bench, began = Bench(torch.device("cuda", 0)), time.monotonic()
+    with torch.inference_mode():
+        for index, kind in enumerate(args.kinds):
+            left = began + args.seconds - time.monotonic()
+            run(bench, kind, args.layers, time.monotonic() + left / (len(args.kinds) - index))
+            torch.cuda.empty_cache()
+            print(f"-- {kind}: {time.monotonic() - began:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""One row runs through one launch a layer, with equal results, if the kernel knows all weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from slipstream.configs.model.quantisation import parse_quantisation
+from slipstream.kernels.packed.persistent import row_layer
+from slipstream.kernels.packed.persistent.row_layer import multiply_row_reference
+from slipstream.kernels.packed.persistent.row_weights import RowLayer
+from slipstream.runner.attention.base import Rotary
+from slipstream.runner.loading.dummy import load_random
+from slipstream.runner.models.formats import row_decoder
+from slipstream.runner.models.formats.weight_format import WeightFormat
+from slipstream.runner.models.llama import LlamaModel
+from slipstream.runner.models.short_model import ShortPass
+
+pytestmark = pytest.mark.usefixtures("triton_interpreter")
+SIZES = dict(
+    vocab_size=97, hidden_size=256, intermediate_size=512, num_hidden_layers=3,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=64,
+)  # fmt: skip
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
+
+
+class Attends:
+    """Attention to the row itself, rotated by its position and scaled by its layer."""
+
+    def rotate_and_attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rotary: Rotary
+    ) -> Tensor:
+        query, key, value = (x.sum(0) if x.dim() == 4 else x for x in (query, key, value))
+        sums = query.float() + (key + value).repeat_interleave(2, -2).float()
+        return (sums * (1 + layer) / 4).bfloat16().contiguous()
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each launch has a next layer; the plain version takes the place of the kernel."""
+    monkeypatch.setattr(row_layer, "USE_ROW_LAYER", True)
+    seen: list[bool] = []
+
+    def multiply(x: Tensor, residual: Tensor, layer: RowLayer, counter: Tensor) -> Any:
+        assert x.shape[0] == residual.shape[0] == 1 and counter.tolist() == [0]
+        seen.append(layer.qkv is not None)
+        return multiply_row_reference(x, residual, layer)
+
+    monkeypatch.setattr(row_decoder, "multiply_row", multiply)
+    return seen
+
+
+def model_of(quantisation: dict[str, Any], **changes: Any) -> LlamaModel:
+    """A random model whose matrices have the form of a GPU; they are multiplied by torch."""
+    fmt = WeightFormat(torch.device("cpu"), torch.bfloat16, packed=True)
+    model = LlamaModel(LlamaConfig(**SIZES, **changes), fmt, 64)
+    said = parse_quantisation({"quantization_config": quantisation})
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("SLIPSTREAM_TRITON", "1")
+        load_random(model.checkpoint_slots(), fmt.device, seed=1, std=0.1, quantisation=said)
+    for block in model.blocks:
+        for norm in (block.input_layernorm, block.post_attention_layernorm):
+            norm.weight.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(2))
+    return model
+
+
+def forward(model: LlamaModel, rows: int = 1) -> tuple[Tensor, Tensor | None]:
+    ids, positions = torch.arange(rows, dtype=torch.int32) + 5, torch.arange(rows) + 7
+    attends: Any = Attends()
+    of_gpu = replace(model.rotary.at(positions), cos=None, sin=None)
+    with patch.object(model.rotary, "at", return_value=of_gpu):
+        return model.forward(ids, positions, attends, (0, 2, 3))
+
+
+def close(got: tuple[Tensor, Tensor | None], expected: tuple[Tensor, Tensor | None]) -> None:
+    for a, b in zip(got, expected, strict=True):
+        assert a is not None and b is not None and a.shape == b.shape
+        assert float((a - b).float().norm() / b.float().norm()) < 0.02
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_one_row_equals_the_blocks_one_by_one(
+    launches: list[bool], monkeypatch: pytest.MonkeyPatch, qk_norm: bool
+) -> None:
+    model = model_of(GPTQ, use_qk_norm=qk_norm)
+    got = forward(model)
+    assert launches == [True, True, False]
+    monkeypatch.setattr(row_layer, "USE_ROW_LAYER", False)
+    close(got, forward(model))
+    assert len(launches) == 3
+
+
+def test_duplicate_blocks_can_be_left_out(
+    launches: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of(GPTQ)
+    with ShortPass(model).running():
+        got = forward(model)
+        assert launches == [True, False]
+        monkeypatch.setattr(row_layer, "USE_ROW_LAYER", False)
+        close(got, forward(model))
+
+
+@pytest.mark.parametrize(
+    ("rows", "quantisation", "changes"),
+    [
+        (2, {}, {}),
+        (1, {"group_size": 64}, {}),
+        (1, {}, {"attention_bias": True}),
+        (1, {"dynamic": {"-:.*down_proj": {}}}, {}),  # one matrix has 16 bits
+    ],
+)
+def test_others_run_block_by_block(
+    launches: list[bool], rows: int, quantisation: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    forward(model_of(GPTQ | quantisation, **changes), rows)
+    assert launches == []
