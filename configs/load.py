@@ -78,12 +78,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help=f"{_SPEC_DOC}; its keys:\n{_speculative_keys()}".replace("%", "%%"),
     )
     for option in all_options().values():
-        _add_flag(sections[option.section], option)
+        add_flag(sections[option.section], option)
 
 
-def _add_flag(group: argparse._ArgumentGroup, option: Option) -> None:
+def add_flag(group: argparse._ArgumentGroup, option: Option) -> None:
+    """Add the flag of an option, without a default: it is absent if it is not given."""
     names = [option.flag] if option.short is None else [option.short, option.flag]
-    text = _help(option).replace("%", "%%")
+    text = (option.doc + _shown_default(option)).replace("%", "%%")
     if option.kind is bool:
         group.add_argument(
             *names, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text
@@ -109,10 +110,6 @@ def _speculative_keys() -> str:
     return "\n".join(f"{o.name}: {_doc(o)}{_shown_default(o)}" for o in options)
 
 
-def _help(option: Option) -> str:
-    return option.doc + _shown_default(option)
-
-
 def _doc(option: Option) -> str:
     return option.doc + (f": {', '.join(option.choices)}" if option.choices else "")
 
@@ -128,7 +125,8 @@ def _default(option: Option) -> str | None:
         return None
     if option.kind is bool:
         return "default: on" if option.default else "default: off"
-    return f"default: {option.default}"
+    values = option.default if isinstance(option.default, tuple) else (option.default,)
+    return f"default: {','.join(map(str, values))}"
 
 
 def load_config(
@@ -172,17 +170,19 @@ def _build(layer: Layer) -> Config:
     return Config(**sections)
 
 
+def read_flag(option: Option, given: Any) -> Any:
+    """The value of a flag as `add_flag` parses it; raises ConfigError if it is invalid."""
+    if option.many and isinstance(given, list):  # a repeated flag; each text may have commas
+        return tuple(item for text in given for item in read_text(option, option.flag, text))
+    return read_text(option, option.flag, given) if isinstance(given, str) else given
+
+
 def _flag_layer(given: Mapping[str, Any]) -> Layer:
     layer: Layer = {}
     for name, option in all_options().items():
         if name not in given:
             continue
-        value = given[name]
-        if option.many and isinstance(value, list):  # a repeated flag; each value may have commas
-            parts = [read_text(option, option.flag, text) for text in value]
-            layer[name] = tuple(item for part in parts for item in part)
-        else:
-            layer[name] = read_text(option, option.flag, value) if isinstance(value, str) else value
+        layer[name] = read_flag(option, given[name])
     if "model_argument" in given:
         positional = given["model_argument"]
         if layer.get("model", positional) != positional:

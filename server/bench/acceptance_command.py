@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...configs.load import load_config
+from ...configs.load import add_flag, load_config
 from ...configs.options import ConfigError, all_options, read_text
 from ...configs.schema import Config
 from .output import (
@@ -56,13 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_output(parser, "--json")
     group = parser.add_argument_group("target", "The model, as for `slipstream serve`.")
     for name in _TARGET:
-        option = all_options()[name]
-        text = option.doc.replace("%", "%%")
-        kwargs: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
-        if option.kind is bool:
-            group.add_argument(option.flag, action=argparse.BooleanOptionalAction, **kwargs)
-        else:
-            group.add_argument(option.flag, metavar=option.kind.__name__.upper(), **kwargs)
+        add_flag(group, all_options()[name])
 
 
 def run(args: argparse.Namespace) -> int:

@@ -17,8 +17,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...configs.load import load_config
-from ...configs.options import ConfigError, Option, all_options, read_text, section_options
+from ...configs.load import add_flag, load_config, read_flag
+from ...configs.options import ConfigError, all_options, section_options
 from ...configs.training import HeadConfig, ReplyConfig, TrainingConfig, TrainJob, check_training
 
 if TYPE_CHECKING:
@@ -67,29 +67,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     target = parser.add_argument_group("target", "The model, as for `slipstream serve`.")
     for name in _TARGET:
-        _add_flag(target, all_options()[name], _DEFAULTS.get(name))
+        option = all_options()[name]
+        add_flag(target, dataclasses.replace(option, default=_DEFAULTS.get(name, option.default)))
     for section, cls in _SECTIONS.items():
         group = parser.add_argument_group(section, (cls.__doc__ or "").strip())
         for option in section_options(section, cls):
-            _add_flag(group, option, None)
-
-
-def _add_flag(group: argparse._ArgumentGroup, option: Option, default: str | None) -> None:
-    shown = default or option.default
-    if isinstance(shown, tuple):
-        shown = ",".join(f"{item:g}" for item in shown)
-    text = option.doc + (f": {', '.join(option.choices)}" if option.choices else "")
-    if shown not in (None, "") and "default:" not in text and option.kind is not bool:
-        text += f" (default: {shown})"
-    text = text.replace("%", "%%")
-    if option.kind is bool:
-        group.add_argument(
-            option.flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text
-        )
-    else:
-        group.add_argument(
-            option.flag, metavar=option.kind.__name__.upper(), default=argparse.SUPPRESS, help=text
-        )
+            add_flag(group, option)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -126,7 +109,7 @@ def _job(given: dict[str, Any]) -> TrainJob:
     for section, cls in _SECTIONS.items():
         sections[section] = cls(
             **{
-                option.name: read_text(option, option.flag, given[option.name])
+                option.name: read_flag(option, given[option.name])
                 for option in section_options(section, cls)
                 if option.name in given
             }
