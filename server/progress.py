@@ -6,7 +6,6 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ..configs.bars import share_bars_between_threads
@@ -72,12 +71,7 @@ class StartupProgress:
     def __enter__(self) -> StartupProgress:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._end("done in" if kind is None else "stopped after")
 
     def _end(self, how: str) -> None:
@@ -132,12 +126,7 @@ class CountProgress:
         line = f"{self._name}: {how}{self._done} of {self._total} {self._noun}"
         _print(line, self._stream)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.close()
         elif self._done < self._total:

@@ -62,26 +62,14 @@ class EagleHead(TargetHead, nn.Module):
         self.rotary = RotaryEmbedding(rope_parameters(config), head_dim, max_position, fmt.device)
         self._own_embeddings = False
 
-    def run(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        hidden: Tensor,
-        attention: AttentionState,
-        feedback: Tensor,
-        only: Tensor | None = None,
-    ) -> Tensor:
-        """See `DraftModel.run`; one tensor serves both purposes."""
-        return self.forward(input_ids, positions, hidden, attention, only, feedback)
-
     def forward(
         self,
         input_ids: Tensor,
         positions: Tensor,
         hidden: Tensor,
         attention: AttentionState,
-        only: Tensor | None = None,
         feedback: Tensor | None = None,
+        only: Tensor | None = None,
     ) -> Tensor:
         """Return the output hidden states [N, H] of input_ids, positions [M] and hidden [M, H].
 
@@ -109,6 +97,8 @@ class EagleHead(TargetHead, nn.Module):
         for block, rows in zip(self.blocks[1:], wanted[1:], strict=True):
             out, residual = block.forward(out, residual, rotary, attention, rows)
         return write_stream(out, residual, feedback)
+
+    run = forward
 
     def attention_layers(self) -> list[AttentionLayer]:
         return [block.self_attn.layer for block in self.blocks]

@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
 from time import monotonic
-from types import TracebackType
 
 from ...runner.messages import AddRequest, RequestOutput, SamplingParams
 from ..errors import EngineStopped, InvalidRequest, QueueFull, outcome_of
@@ -98,12 +97,7 @@ class Generation:
     def __enter__(self) -> Generation:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
         for task in self._pumps:
             task.cancel()
         self._abort(outcome_of(error))
