@@ -83,9 +83,6 @@ class _Reply(Reply):
         self.only_echo = body.max_tokens == 0  # one token is generated, but not reported
         self._skip = body.skip_special_tokens is not False
 
-    def completion(self, choices: list[CompletionChoice]) -> Completion:
-        return Completion(*self.head, choices)
-
     def usage(self) -> Usage:
         if self.only_echo:
             for choice in self.generation.choices:
@@ -145,7 +142,7 @@ class _Whole(Whole):
             for prompt in range(len(reply.job.prompts))
             for place, own in enumerate(self._best(prompt))
         ]
-        answer = reply.completion(choices)
+        answer = Completion(*reply.head, choices)
         answer.usage, answer.metrics = reply.usage(), reply.metrics()
         return answer
 
@@ -188,7 +185,7 @@ class _Framer(ChunkFramer):
         self._waiting: dict[int, list[GenerationEvent]] = {}  # by prompt; wait for its logprobs
 
     def chunk(self, choices: list[CompletionChoice]) -> Completion:
-        return self._completion.completion(choices)
+        return Completion(*self._completion.head, choices)
 
     def text_choice(self, index: int, text: str) -> CompletionChoice | None:
         """The choice of a text-only chunk."""

@@ -20,7 +20,7 @@ from ..http.body import validated
 from ..http.sse import event
 from ..off_loop import by_size
 from ..openai_types.chat import ChatCompletionRequest
-from ..openai_types.responses import CHAT_NAMES, ResponsesRequest
+from ..openai_types.responses import CHAT_NAMES, Reasoning, ResponsesRequest
 from ..output.chat_output import MessageParser
 from ..output.chat_tools import ChatFormat, chat_format
 from ..text.choice_text import GenerationEvent
@@ -83,7 +83,8 @@ async def _prepare(services: Services, body: ResponsesRequest) -> tuple[Job, Cha
 def _as_chat(
     services: Services, body: ResponsesRequest
 ) -> tuple[ChatCompletionRequest, ChatFormat]:
-    chat = validated(_without_none(body.chat()), ChatCompletionRequest)
+    given = {name: value for name, value in body.chat().items() if value is not None}
+    chat = validated(given, ChatCompletionRequest)
     chat.note_size(body.num_bytes)
     return chat, chat_format(services.output_format, chat)
 
@@ -106,10 +107,6 @@ def _renamed(error: InvalidRequest) -> InvalidRequest:
             error.message = error.message.replace(f"'{error.param}'", f"'{own}'")
             error.param = own
     return error
-
-
-def _without_none(body: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in body.items() if value is not None}
 
 
 class _Reply(Whole):
@@ -161,6 +158,7 @@ class _Reply(Whole):
         """The response object in its present state."""
         body = self._body
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        reasoning, choice = body.reasoning or Reasoning(), body.tool_choice or "auto"
         return {
             "id": self._id,
             "object": "response",
@@ -178,13 +176,13 @@ class _Reply(Whole):
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "prompt_cache_key": body.prompt_cache_key,
-            "reasoning": self._reasoning(),
+            "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
             "safety_identifier": body.safety_identifier,
             "service_tier": "default",
             "store": False,
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": self._text_format(),
-            "tool_choice": self._tool_choice(),
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
             "tools": [tool.model_dump() for tool in body.tools or ()],
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "top_logprobs": body.top_logprobs or 0,
@@ -199,17 +197,6 @@ class _Reply(Whole):
         form = given.model_dump(by_alias=True, exclude_none=True) if given else {"type": "text"}
         verbosity = self._body.text.verbosity if self._body.text else None
         return {"format": form, "verbosity": verbosity or "medium"}
-
-    def _reasoning(self) -> dict[str, Any]:
-        given = self._body.reasoning
-        return {
-            "effort": given.effort if given else None,
-            "summary": given.summary if given else None,
-        }
-
-    def _tool_choice(self) -> Any:
-        choice = self._body.tool_choice
-        return choice if isinstance(choice, str | None) and choice else _dumped(choice)
 
     def _usage(self) -> dict[str, Any]:
         counts = self._generation.counts()
@@ -250,7 +237,3 @@ class _Framer(Framer):
         numbered = {**fields, "sequence_number": self._number}
         self._number += 1
         return event(msgspec.json.encode(numbered), fields["type"])
-
-
-def _dumped(choice: Any) -> Any:
-    return "auto" if choice is None else choice.model_dump()

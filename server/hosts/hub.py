@@ -127,7 +127,7 @@ class Hub:
                 return Refused(why, is_early=True)
             asyncio.get_running_loop().create_task(former.close(False))
         pair = ListeningPair(self._listening)
-        node = RemoteNode(join.node, join.address, pair, self._changed, self._left)
+        node = RemoteNode(join.node, join.address, pair, self._changed, self._on_leave)
         self._nodes[join.node] = node
         asyncio.get_running_loop().call_later(_CONNECT_SECONDS, self._forget_silent, node)
         return Welcome(node.endpoint)
@@ -145,6 +145,3 @@ class Hub:
                 "is gone" if node.is_gone else "has joined",
             )
         self._news.set()
-
-    def _left(self, node: RemoteNode) -> None:
-        self._on_leave(node.name)

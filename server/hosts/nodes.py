@@ -148,7 +148,7 @@ class RemoteNode:
         address: str,
         pair: ListeningPair,
         changed: Callable[[RemoteNode], None],  # called when it has joined and when it is gone
-        on_leave: Callable[[RemoteNode], None],
+        on_leave: Callable[[str], None],  # called with its name when it was asked to end
     ) -> None:
         self.number, self.address = number, address
         self.endpoint = pair.endpoint  # where its agent is to connect
@@ -221,4 +221,4 @@ class RemoteNode:
             case NotStarted(number, reason) if number in self._processes:
                 self._processes.pop(number).end(Exit(f"cannot be started ({reason})", None))
             case Leaving():
-                self._on_leave(self)
+                self._on_leave(self.name)

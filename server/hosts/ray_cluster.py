@@ -115,6 +115,7 @@ class RayCluster:
 
     def _place(self, numbers: list[int], port: int) -> None:
         from ray.util.placement_group import placement_group, placement_group_table
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         ray, kind, first = self._ray, self._kind(), numbers[0]
         self._remove(first)
@@ -135,7 +136,7 @@ class RayCluster:
                 num_gpus=1 if kind == "GPU" else 0,
                 num_cpus=1 if kind == "CPU" else 0,
                 max_restarts=0,
-                scheduling_strategy=self._strategy(group, bundle),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
             ).remote(self._name(first, rank))
             master = (self._address, port, self._secret)
             actors.append(actor)
@@ -146,11 +147,6 @@ class RayCluster:
         parallel = self._config.parallel
         engine = (first - 1) // parallel.tensor_parallel_size
         return f"engine {engine} rank {rank}" if parallel.data_parallel_size > 1 else f"rank {rank}"
-
-    def _strategy(self, group: Any, bundle: int) -> Any:
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
 
     def _remove(self, first: int) -> None:
         """End the actors of an engine and give back what they reserved."""

@@ -33,7 +33,9 @@ def limit_number(schema: Schema, context: Context) -> Schema:
     if schema["type"] == "integer":
         _limit_integer(schema)
     low, high = _range(schema)
-    _refuse_empty(schema, low, high)
+    if low is not None and high is not None and low > high:
+        kind = "integer" if schema["type"] == "integer" else "number with up to six decimals"
+        raise SchemaError(f"no {kind} lies between its limits")
     if factor is None:
         return schema
     if factor == 1:
@@ -97,12 +99,6 @@ def _range(schema: Schema) -> tuple[Fraction | None, Fraction | None]:
 
 def _exact(value: Any) -> Fraction:
     return Fraction(str(value))
-
-
-def _refuse_empty(schema: Schema, low: Fraction | None, high: Fraction | None) -> None:
-    if low is not None and high is not None and low > high:
-        kind = "integer" if schema["type"] == "integer" else "number with up to six decimals"
-        raise SchemaError(f"no {kind} lies between its limits")
 
 
 def _multiples(schema: Schema, low: Fraction, high: Fraction, factor: Fraction) -> Schema:

@@ -109,12 +109,8 @@ def _values(schema: Schema, context: Context) -> set[bytes] | None:
         return None
     values = schema["enum"] if "enum" in schema else [schema["const"]]
     context.budget.spend(len(values))
-    return {_canonical(value) for value in values}
-
-
-def _canonical(value: Any) -> bytes:
-    """JSON text that is identical for values that are equal in JSON Schema, such as 1 and 1.0."""
-    return msgspec.json.encode(_plain(value), order="deterministic")
+    # Equal values of JSON Schema, such as 1 and 1.0, become the same text.
+    return {msgspec.json.encode(_plain(value), order="deterministic") for value in values}
 
 
 def _plain(value: Any) -> Any:
@@ -152,12 +148,8 @@ def _never_satisfies(ours: _Facts, theirs: _Facts) -> bool:
     if ours.made != {"object"}:
         return False
     fixed = ours.required & ours.fixed.keys() & theirs.fixed.keys()
-    return _lacks_required(ours, theirs) or any(not ours.fixed[n] & theirs.fixed[n] for n in fixed)
-
-
-def _lacks_required(ours: _Facts, theirs: _Facts) -> bool:
-    """Whether objects of `ours` can never have some property that `theirs` requires."""
-    return ours.names is not None and bool(theirs.required - ours.names)
+    lacks_required = ours.names is not None and bool(theirs.required - ours.names)
+    return lacks_required or any(not ours.fixed[n] & theirs.fixed[n] for n in fixed)
 
 
 def _merge_integer(kinds: set[str]) -> set[str]:

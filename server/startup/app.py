@@ -112,7 +112,8 @@ def _services(
         tokenizer = Tokenizer.load(where, config.model.revision)
     if template is None:
         template = tokenizer.load_template(config.server.chat_template)
-    guard = _guard(config.server, tokenizer)
+    is_open = config.server.allow_special_tokens_in_content
+    guard = None if is_open else ContentGuard(tokenizer.special_texts)
     names = config.server.served_model_name or (config.model.model,)
     identity = f"{version()} {config.model} {config.speculative}"
     return Services(
@@ -132,12 +133,6 @@ def _services(
         guard=guard,
         capture=_capture(config.server),
     )
-
-
-def _guard(server: ServerConfig, tokenizer: Tokenizer) -> ContentGuard | None:
-    if server.allow_special_tokens_in_content:
-        return None
-    return ContentGuard(tokenizer.special_texts)
 
 
 def _capture(server: ServerConfig) -> TrafficCapture | None:

@@ -235,10 +235,6 @@ def _parameters(function: Mapping[str, Any]) -> list[str]:
     return list((function.get("parameters") or {}).get("properties") or {})
 
 
-def new_call_id() -> str:
-    return f"call_{uuid.uuid4().hex[:24]}"
-
-
 class ToolParser(Parser):
     """Base class of parsers that find tool calls; all other text becomes content.
 
@@ -269,7 +265,7 @@ class ToolParser(Parser):
     @staticmethod
     def make_id() -> str:
         """A new id for a call; a subclass may need another format."""
-        return new_call_id()
+        return f"call_{uuid.uuid4().hex[:24]}"
 
     def finish(self) -> list[Event]:
         """As the base class; white space after the last call is dropped."""

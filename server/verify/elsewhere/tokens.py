@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -89,7 +88,3 @@ async def ask_again(side: Endpoint, prompt: str, ours: Tokens, theirs: Tokens) -
         return theirs
     row = next(iter(Tokens.of(reply["choices"][0]).top), {})
     return replace(theirs, top=[*theirs.top[:at], row, *theirs.top[at + 1 :]])
-
-
-def all_complete(replies: Sequence[Tokens]) -> bool:
-    return all(reply.is_complete for reply in replies)

@@ -24,7 +24,7 @@ from ..plan import Plan
 from ..report import FALSE_ALARM, Report, nats
 from ..statistics import Bet, compare
 from ..text import check_text
-from .tokens import Tokens, all_complete, ask_again, gap
+from .tokens import Tokens, ask_again, gap
 
 SERVER, GREEDY, SAMPLED = "Server", "Greedy text", "Sampled text"
 _NEAR_TIE = 0.25  # nats; what 16 bits may do, since a stranger's rounding cannot be measured
@@ -227,7 +227,7 @@ def judge_bets(replies: Sequence[Tokens], level: float, report: Report) -> None:
     bets = {name: Bet() for name in _EVENTS}
     some_end = any(reply.ends for reply in replies)
     most = None
-    if not all_complete(replies):
+    if not all(reply.is_complete for reply in replies):
         # A server may report none for accepted drafts: then whether a position counts would depend
         # on the token that was emitted. The first token is no draft.
         most = 1
