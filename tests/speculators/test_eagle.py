@@ -222,7 +222,7 @@ def test_behind_the_last_attention_only_wanted_rows_are_computed(
         ids = torch.randint(0, VOCAB, (8,))
         rows.append([])
         with torch.inference_mode():
-            out = head.forward(ids, positions, torch.randn(8, 32), attention, only)
+            out = head.forward(ids, positions, torch.randn(8, 32), attention, only=only)
         outs.append(torch.stack(out) if eagle3 else out)
     assert rows == [[8] * num_layers, [8] * (num_layers - 1) + [2]]
     torch.testing.assert_close(outs[1], outs[0][..., [4, 7], :], rtol=1e-4, atol=1e-3)
