@@ -216,7 +216,10 @@ class Machine:
         if pred:
             self._change(barrier, 1, num_bytes)
 
-    def _wait(self, barrier: Barrier, parity: Any) -> None:
+    def _wait(self, barrier: Barrier, parity: Any, pred: Any = True) -> None:
+        if not pred:
+            return
+
         def passed() -> bool:
             return barrier.phase % 2 != int(parity) or self.failure is not None
 

@@ -39,20 +39,19 @@ from slipstream.kernels.packed.persistent.triton.hopper_row import Form
 PATIENCE = 10**8 // 1024  # of the programs, times 1024 cycles
 FORMS: Sequence[dict[str, int]] = (
     {},
-    {"early": 0},
-    {"fetched": 2},
-    {"fetched": 4},
-    {"fetched": 8},
-    {"stages": 12},
+    {"spans": 16, "stages": 5, "registers": 96, "producer": 24},
     {"stages": 13},
-    {"stages": 8},
-    {"stages": 5},
-    {"held": 1},
+    {"fetched": 4},
+    {"early": 0},
     {"registers": 104},
-    {"registers": 152},
-    {"stages": 13, "fetched": 4},
-    {"stages": 13, "registers": 104},
+    {"stages": 8},
+    {"held": 1},
+    {"stages": 13, "fetched": 2},
     {"early": 0, "fetched": 4},
+    {"spans": 16, "stages": 6, "registers": 96, "producer": 24},
+    {"spans": 16, "stages": 6, "registers": 96, "producer": 24, "fetched": 4},
+    {"registers": 152},
+    {"stages": 12, "fetched": 8},
 )
 
 

@@ -51,14 +51,13 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
     from slipstream.kernels.packed.persistent.triton import hopper_row
 
-    minus_eight = torch.full((8, 16, 64), -8 * SMALLEST)
     ThreadedKernel(
         hopper_row,
         "_hopper_row_kernel",
         "meet_programs",
         masked_4=masked_4,
         masked_8=masked_8,
-        minus_eight=lambda: minus_eight,
+        minus_eight=lambda spans, _: torch.full((spans, 16, 64), -8 * SMALLEST),
         fetch=check_fetch,
     ).replace(monkeypatch)
     return hopper_row
@@ -89,13 +88,14 @@ def run(kernel: Any, layer: RowLayer, programs: int, **changes: int) -> None:
 
 @pytest.mark.parametrize("name", ["int4 128", "fp8 rows"])
 @pytest.mark.parametrize(
-    ("programs", "stages", "held"), [(1, 2, 4), (3, 3, 1), (5, 11, 4), (64, 3, 4)]
+    ("programs", "stages", "held", "spans"),
+    [(1, 2, 4, 8), (3, 3, 1, 8), (5, 11, 4, 8), (64, 3, 4, 8), (4, 2, 2, 16)],
 )
 def test_a_layer_is_that_of_its_parts(
-    kernel: Any, name: str, programs: int, stages: int, held: int
+    kernel: Any, name: str, programs: int, stages: int, held: int, spans: int
 ) -> None:
     """Also with more programs than tiles, and with more stages than steps."""
-    run(kernel, layer_of(name, SIZES[name]), programs, stages=stages, held=held)
+    run(kernel, layer_of(name, SIZES[name]), programs, stages=stages, held=held, spans=spans)
 
 
 @pytest.mark.parametrize("fetched", [2, 40])

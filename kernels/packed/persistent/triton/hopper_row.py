@@ -34,7 +34,8 @@ from ....quant.tiled import TiledWeight
 from ....quant.triton.packed_codes import sum_factor
 from ...kinds import WIDTH
 from ..row_weights import RowLayer
-from .hopper_row_roles import INPUT_FACTOR, SPANS, bring_words, multiply_all
+from .hopper_row_roles import bring_words, multiply_all
+from .hopper_row_steps import INPUT_FACTOR
 
 WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 16, 4))
 FLAT = gl.constexpr(gl.NVMMASharedLayout(0, 16, 3))
@@ -45,11 +46,12 @@ PATIENCE = 1 << 24  # times 1024 cycles: about ten seconds until a missing progr
 class Form:
     """The variable parts of the kernel."""
 
-    stages: int = 11  # of 16 KiB of words
+    stages: int = 11  # of `spans` times 2 KiB of words
     held: int = 4  # steps whose inputs stay in registers
     registers: int = 128  # of a thread, on average
     producer: int = 40  # registers of a thread of the producer
     fetched: int = 0  # tiles of gate and up of a program that are copied to L2 at the start
+    spans: int = 8  # of a step, and warps of the consumer
     early: int = 1  # 1 = the next kernel may start while this one runs, 0 = near its end
 
 
@@ -81,6 +83,7 @@ def _hopper_row_kernel(
     FACTORS: gl.constexpr,  # of the sums of each slice
     SIZES: gl.constexpr,  # columns of the products
     PROGRAMS: gl.constexpr,  # a power of 2
+    SPANS: gl.constexpr,
     STAGES: gl.constexpr,
     HELD: gl.constexpr,
     FIRST: gl.constexpr,  # of a program's tiles of gate and up that does not fit into the stages
@@ -112,11 +115,11 @@ def _hopper_row_kernel(
                 products[0], products[1], products[2], products[3], x, residual, gain, middle,
                 normed, inner, next_gain, stream, next_normed, out, squares, counter, eps, next_eps,
                 patience, w_ring, s_ring, full, empty, TILES, STEPS, GROUPS, SLICES, FACTORS, SIZES,
-                PROGRAMS, STAGES, HELD, SCALE, EARLY, PDL,
+                PROGRAMS, SPANS, STAGES, HELD, SCALE, EARLY, PDL,
             )),
             (bring_words, (
                 products[0], products[1], products[2], products[3], w_ring, s_ring, full, empty,
-                TILES, STEPS, GROUPS, STAGES, FIRST, FETCHED,
+                TILES, STEPS, GROUPS, SPANS, STAGES, FIRST, FETCHED,
             )),
         ],
         [1],
@@ -150,9 +153,9 @@ def multiply(
     next_gain, next_eps = layer.norm if layer.next_norm is None else layer.next_norm
     arguments: list[Any] = []
     for weight in weights:
-        arguments += _product(weight, weight is layer.gate_up, groups)
+        arguments += _product(weight, weight is layer.gate_up, groups, form.spans)
     tiles = (hidden // 16, inner // 8, hidden // 16, outputs // 16)
-    columns = slices * WIDTH * int(SPANS.value)  # of a step
+    columns = slices * WIDTH * form.spans  # of a step
     steps = tuple(triton.cdiv(weight.shape[1], columns) for weight in weights)
     first = max(0, form.stages - triton.cdiv(tiles[0], programs) * steps[0]) // steps[1]
     whole = hidden % columns == 0  # else rows are shorter than steps
@@ -180,6 +183,7 @@ def multiply(
         FACTORS=sum_factor(kind, torch.bfloat16, True, INPUT_FACTOR.value)[0],
         SIZES=tuple(weight.shape[1] for weight in weights),
         PROGRAMS=padded,
+        SPANS=form.spans,
         STAGES=form.stages,
         HELD=form.held,
         FIRST=first,
@@ -187,22 +191,22 @@ def multiply(
         EARLY=form.early,
         SCALE=_TRITON_DTYPES[layer.o.scales.dtype] if groups else gl.int16,
         PRODUCER=form.producer,
-        num_warps=int(SPANS.value),
+        num_warps=form.spans,
         maxnreg=form.registers,
         **pdl_options(x),
     )
     return stream.view(1, -1), out if outputs else None
 
 
-def _product(weight: TiledWeight, gated: bool, groups: int) -> list[Any]:
+def _product(weight: TiledWeight, gated: bool, groups: int, spans: int) -> list[Any]:
     """The arguments of a product, see `hopper_row_roles`."""
     words, scales, count = weight.words, weight.scales, weight.shape[0]
     blocks = (2, count // 2) if gated else (count // 8, 8)
     lines = words.view(*blocks, words.shape[1] // WIDTH, WIDTH).permute(2, 0, 1, 3)
-    source = TensorDescriptor.from_tensor(lines, [int(SPANS.value), 2, 8, WIDTH], WORDS.value)
+    source = TensorDescriptor.from_tensor(lines, [spans, 2, 8, WIDTH], WORDS.value)
     if groups:
         own = scales.view(-1, *blocks)
-        box = [int(SPANS.value) * groups, 2, 8]
+        box = [spans * groups, 2, 8]
         factors: Any = TensorDescriptor.from_tensor(own, box, FLAT.value)
     else:
         factors = scales

@@ -1,0 +1,126 @@
+"""What the consumer of `hopper_row` does in a step: load words, turn them into numbers, multiply.
+
+SUMS is the layout of sums [SPANS, 16, 8], of which each warp has a span. In that of the operands, a
+lane has 16 bytes of a row: eight words, and eight numbers of the input for them.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment"
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from ....launch import hash_functions
+from ....quant.triton import packed_codes
+
+HEIGHT = gl.constexpr(16)  # weight rows of a tile; 8 of gate and 8 of up
+INPUT_FACTOR = gl.constexpr(2.0**60)  # of inputs, see `packed_direct`
+MASKED_4 = gl.constexpr(packed_codes.MASKED_4.value)
+MASKED_8 = gl.constexpr(packed_codes.MASKED_FP8_BF16.value)
+
+
+@gluon.jit
+def input_of(x, step, size, SLICES: gl.constexpr, SUMS: gl.constexpr, SPANS: gl.constexpr):
+    """The right operand [SPANS, 64, 8] of a step: column i is slice i of each span. More columns
+    than slices are copies, which nothing reads."""
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 8)
+    span = step * SPANS + gl.arange(0, SPANS, layout=gl.SliceLayout(1, gl.SliceLayout(2, RIGHT)))
+    k = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(2, RIGHT)))
+    slices = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, RIGHT))) % SLICES
+    at = span[:, None, None] * (64 * SLICES) + slices[None, None, :] * 64
+    values = gl.load(x + (at + k[None, :, None]), mask=at < size, other=0.0)
+    return values * INPUT_FACTOR
+
+
+@gluon.jit
+def take(
+    w_tiles, s_tiles, full, empty, fill, total,
+    GROUPS: gl.constexpr, SUMS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Load the words and the scales of a step, and release its memory; after the last one, any."""
+    slot, phase = fill % STAGES, (fill // STAGES) & 1
+    mbarrier.wait(full.index(slot), phase, pred=fill < total)
+    words = w_tiles.index(slot).load(gl.DotOperandLayout(0, SUMS, 8))
+    scales = ()
+    for g in gl.static_range(GROUPS):
+        own = s_tiles.index(slot).slice(g * HEIGHT, HEIGHT, 1)
+        scales += (own.load(gl.SliceLayout(2, SUMS)),)
+    mbarrier.arrive(empty.index(slot), count=1, pred=fill < total)
+    return words, scales
+
+
+@gluon.jit
+def masked_4(words):
+    """The codes of the four slices of "int4" as tiny floats; see `packed_codes.scaled_numbers`."""
+    return gl.inline_asm_elementwise(
+        MASKED_4,
+        "=r,=r,=r,=r,r",
+        [words],
+        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@gluon.jit
+def masked_8(words):
+    """The numbers of both slices of "fp8" as tiny floats."""
+    return gl.inline_asm_elementwise(
+        MASKED_8, "=r,=r,r", [words], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def minus_eight(SPANS: gl.constexpr, LEFT: gl.constexpr):
+    """The zero of "int4", negative, as a tile of such tiny floats of an even slice."""
+    bits = gl.full([SPANS, HEIGHT, 64], -0x7FF8, gl.int16, layout=LEFT)
+    return bits.to(gl.bfloat16, bitcast=True)
+
+
+@gluon.jit
+def excess_of(x, GROUPS: gl.constexpr, SUMS: gl.constexpr, SPANS: gl.constexpr):
+    """The product of a step's input with the zero of "int4", negative, for even slices."""
+    excess = gl.zeros([SPANS, HEIGHT, 8], gl.float32, layout=SUMS)
+    if GROUPS > 0:
+        excess = mma_v2(minus_eight(SPANS, gl.DotOperandLayout(0, SUMS, 8)), x, excess)
+    return excess
+
+
+@gluon.jit
+def add_step(sums, words, scales, x, even, GROUPS: gl.constexpr):
+    """Add the products of a step to the sums of each slice."""
+    added = ()
+    if GROUPS > 0:
+        tiles = masked_4(words)
+        odd = even * 16.0
+        for i in gl.static_range(4):
+            part = mma_v2(tiles[i], x, odd if i % 2 else even)
+            scale = scales[i * GROUPS // 4].to(gl.float32)
+            added += (sums[i] + part * scale[:, :, None],)
+    else:
+        tiles = masked_8(words)
+        for i in gl.static_range(2):
+            added += (mma_v2(tiles[i], x, sums[i]),)
+    return added
+
+
+@gluon.jit
+def total_of(sums, SLICES: gl.constexpr, FACTORS: gl.constexpr, SUMS: gl.constexpr):
+    """The sums [HEIGHT] of all slices and spans: column i of the i-th."""
+    column = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, SUMS)))[None, None, :]
+    total = gl.where(column == 0, sums[0] * FACTORS[0], 0.0)
+    for i in gl.static_range(1, SLICES):
+        total += gl.where(column == i, sums[i] * FACTORS[i], 0.0)
+    return gl.sum(gl.sum(total, 2), 0)
+
+
+@gluon.jit
+def halves(values):
+    """The values of the first and of the second 8 rows of a tile."""
+    return gl.split(gl.permute(gl.reshape(values, [2, 8]), (1, 0)))
+
+
+hash_functions(globals())
