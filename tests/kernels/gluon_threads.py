@@ -145,13 +145,13 @@ class Machine:
             program_id=lambda _: torch.tensor(program),
             num_programs=lambda _: torch.tensor(num_programs), thread_barrier=plain,
             allocate_shared_memory=self._allocate, warp_specialize=self._warp_specialize,
-            int16=torch.int16, int32=torch.int32, int64=torch.int64, constexpr=constexpr,
-            float32=torch.float32, bfloat16=torch.float32,
+            uint8=torch.uint8, int16=torch.int16, int32=torch.int32, int64=torch.int64,
+            constexpr=constexpr, float32=torch.float32, bfloat16=torch.float32,
             float8e4nv=torch.float8_e4m3fn, abs=torch.abs, div_rn=torch.div,
             full_like=torch.full_like,
             **dict.fromkeys(("BlockedLayout", "SliceLayout", "DotOperandLayout"), plain),
             **dict.fromkeys(("NVMMASharedLayout", "NVMMADistributedLayout"), plain),
-            SwizzledSharedLayout=plain,
+            **dict.fromkeys(("SwizzledSharedLayout", "DistributedLinearLayout"), plain),
         )  # fmt: skip
         self.mbarrier = SimpleNamespace(
             MBarrierLayout=lambda: "barrier", init=self._init, expect=self._expect,

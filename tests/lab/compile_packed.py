@@ -124,7 +124,7 @@ def few() -> None:
     for rows in (1, 17, 300):  # each form, and both ways of sorting rows
         narrow_experts(GPT_OSS, rows, whole=rows == 1)
     coded(512, 1024)
-    for name in ("int4", "fp8"):
+    for name in ("int4", "int4z", "fp8"):
         row_layer(name, 512, 1024, 3584)
     one("fp8", qkv, Skinny(64, 128, 4, 4, 2, 16), 9)
     one("int4", qkv, Skinny(64, 256, 3, 4, 2, 128), 99)

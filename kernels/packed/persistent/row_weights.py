@@ -25,8 +25,8 @@ class RowLayer:
 
 
 def fits_row_layer(layer: RowLayer, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernel knows these weights: fp8 with scales of rows, or int4 in groups of 128
-    with the zero 8, on a Hopper GPU."""
+    """Whether the kernel knows these weights: fp8 with scales of rows, or int4 in groups of 128,
+    on a Hopper GPU."""
     card = card_of(device)
     if dtype != torch.bfloat16 or (card is not None and card.capability[0] != 9):
         return False
@@ -37,12 +37,12 @@ def fits_row_layer(layer: RowLayer, dtype: torch.dtype, device: torch.device) ->
         and layer.down.shape[0] == hidden
         and (layer.qkv is None or (layer.qkv.shape[1] == hidden and layer.next_norm is not None))
     )
-    alike = {(own.kind, own.scales.dtype, has_groups(own)) for own in weights}
+    alike = {(own.kind, own.scales.dtype, own.zeros is None) for own in weights}
     return chained and len(alike) == 1 and inner % 8 == 0 and all(map(_fits, weights))
 
 
 def _fits(weight: TiledWeight) -> bool:
-    if weight.order is not None or weight.zeros is not None or weight.shape[0] % 16:
+    if weight.order is not None or weight.shape[0] % 16:
         return False
     if not fits_direct(weight) or weight.words.numel() >= 2**31:
         return False

@@ -22,7 +22,11 @@ NORM = torch.ones(512), 1e-5
 SHAPES = ((512, 256), (2048, 512), (512, 1024), (336, 512))  # o, gate and up, down, qkv
 SMALLEST = 2.0**-133  # number of bfloat16
 # attention's heads, hidden, inner and outputs of qkv: steps with few spans, and several steps
-SIZES = {"int4 128": (768, 512, 2304, 336), "fp8 rows": (384, 1152, 1280, 48)}
+SIZES = {
+    "int4 128": (768, 512, 2304, 336),
+    "int4 128 zeros": (256, 512, 2304, 48),
+    "fp8 rows": (384, 1152, 1280, 48),
+}
 
 
 def masked_4(words: Tensor) -> tuple[Tensor, ...]:
@@ -57,7 +61,9 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
         "meet_programs",
         masked_4=masked_4,
         masked_8=masked_8,
-        minus_eight=lambda spans, _: torch.full((spans, 16, 64), -8 * SMALLEST),
+        zero_of_codes=lambda zeros, spans, _: torch.full(
+            (spans, 16, 64), (1 if zeros else -8) * SMALLEST
+        ),
         fetch=check_fetch,
     ).replace(monkeypatch)
     return hopper_row
@@ -86,7 +92,7 @@ def run(kernel: Any, layer: RowLayer, programs: int, **changes: int) -> None:
                 torch.testing.assert_close(found, exact, rtol=1e-4, atol=atol)
 
 
-@pytest.mark.parametrize("name", ["int4 128", "fp8 rows"])
+@pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize(
     ("programs", "stages", "held", "spans"),
     [(1, 2, 4, 8), (3, 3, 1, 8), (5, 11, 4, 8), (64, 3, 4, 8), (4, 2, 2, 16)],
@@ -103,8 +109,8 @@ def test_tiles_that_are_copied_to_l2_are_in_the_matrix(kernel: Any, fetched: int
     run(kernel, layer_of("fp8 rows", (384, 1024, 1280, 48)), 5, fetched=fetched)
 
 
-def test_it_knows_fp8_of_rows_and_int4_of_128_without_zeros() -> None:
-    known = {"int4 128", "fp8 rows"}
+def test_it_knows_fp8_of_rows_and_int4_of_128_() -> None:
+    known = {"int4 128", "int4 128 zeros", "fp8 rows"}
     for name in FORMATS:
         weights = [tile(random_weight(name, *shape)) for shape in SHAPES]
         layer = RowLayer(*weights, NORM, NORM)

@@ -38,6 +38,7 @@ from .hopper_row_roles import bring_words, multiply_all
 from .hopper_row_steps import INPUT_FACTOR
 
 WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 16, 4))
+BYTES = gl.constexpr(gl.NVMMASharedLayout(0, 8, 2))
 FLAT = gl.constexpr(gl.NVMMASharedLayout(0, 16, 3))
 PATIENCE = 1 << 24  # times 1024 cycles: about ten seconds until a missing program is an error
 
@@ -57,10 +58,11 @@ class Form:
 
 @gluon.jit
 def _hopper_row_kernel(
-    o, o_scales, o_channel, o_outputs,
-    gate_up, gate_up_scales, gate_up_channel, gate_up_outputs, gate_up_words,
-    down, down_scales, down_channel, down_outputs,
-    qkv, qkv_scales, qkv_channel, qkv_outputs,
+    o, o_scales, o_channel, o_outputs, o_zeros,
+    gate_up, gate_up_scales, gate_up_channel, gate_up_outputs, gate_up_zeros,
+    gate_up_words,
+    down, down_scales, down_channel, down_outputs, down_zeros,
+    qkv, qkv_scales, qkv_channel, qkv_outputs, qkv_zeros,
     x,  # [heads * head_dim], what attention computed
     residual,  # [H], the stream before attention
     gain,  # [H], weight of the norm before gate and up
@@ -79,6 +81,7 @@ def _hopper_row_kernel(
     TILES: gl.constexpr,  # of the four products
     STEPS: gl.constexpr,  # of a tile
     GROUPS: gl.constexpr,  # in a span; 0 = scales of whole rows
+    ZEROS: gl.constexpr,
     SLICES: gl.constexpr,
     FACTORS: gl.constexpr,  # of the sums of each slice
     SIZES: gl.constexpr,  # columns of the products
@@ -97,6 +100,9 @@ def _hopper_row_kernel(
     s_ring = w_ring
     if GROUPS > 0:
         s_ring = gl.allocate_shared_memory(SCALE, [STAGES, SPANS * GROUPS, 2, 8], FLAT)
+    z_ring = w_ring
+    if ZEROS:
+        z_ring = gl.allocate_shared_memory(gl.uint8, [STAGES * 2, SPANS * GROUPS, 16], BYTES)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -104,22 +110,22 @@ def _hopper_row_kernel(
         mbarrier.init(empty.index(i), count=1)
     fence_async_shared()
     products = (
-        (o, o_scales, o_channel, o_outputs),
-        (gate_up, gate_up_scales, gate_up_channel, gate_up_outputs, gate_up_words),
-        (down, down_scales, down_channel, down_outputs),
-        (qkv, qkv_scales, qkv_channel, qkv_outputs),
+        (o, o_scales, o_channel, o_outputs, o_zeros),
+        (gate_up, gate_up_scales, gate_up_channel, gate_up_outputs, gate_up_zeros, gate_up_words),
+        (down, down_scales, down_channel, down_outputs, down_zeros),
+        (qkv, qkv_scales, qkv_channel, qkv_outputs, qkv_zeros),
     )
     gl.warp_specialize(
         [
             (multiply_all, (
                 products[0], products[1], products[2], products[3], x, residual, gain, middle,
                 normed, inner, next_gain, stream, next_normed, out, squares, counter, eps, next_eps,
-                patience, w_ring, s_ring, full, empty, TILES, STEPS, GROUPS, SLICES, FACTORS, SIZES,
-                PROGRAMS, SPANS, STAGES, HELD, SCALE, EARLY, PDL,
+                patience, w_ring, s_ring, z_ring, full, empty, TILES, STEPS, GROUPS, ZEROS, SLICES,
+                FACTORS, SIZES, PROGRAMS, SPANS, STAGES, HELD, SCALE, EARLY, PDL,
             )),
             (bring_words, (
-                products[0], products[1], products[2], products[3], w_ring, s_ring, full, empty,
-                TILES, STEPS, GROUPS, SPANS, STAGES, FIRST, FETCHED,
+                products[0], products[1], products[2], products[3], w_ring, s_ring, z_ring, full,
+                empty, TILES, STEPS, GROUPS, ZEROS, SPANS, STAGES, FIRST, FETCHED,
             )),
         ],
         [1],
@@ -179,6 +185,7 @@ def multiply(
         TILES=tiles,
         STEPS=steps,
         GROUPS=groups,
+        ZEROS=layer.o.zeros is not None,
         SLICES=slices,
         FACTORS=sum_factor(kind, torch.bfloat16, True, INPUT_FACTOR.value)[0],
         SIZES=tuple(weight.shape[1] for weight in weights),
@@ -210,7 +217,10 @@ def _product(weight: TiledWeight, gated: bool, groups: int, spans: int) -> list[
         factors: Any = TensorDescriptor.from_tensor(own, box, FLAT.value)
     else:
         factors = scales
-    known = [source, factors, words if groups else scales, blocks[1] if gated else count]
+    zeros: Any = words
+    if weight.zeros is not None:
+        zeros = TensorDescriptor.from_tensor(weight.zeros, [spans * groups, 16], BYTES.value)
+    known = [source, factors, words if groups else scales, blocks[1] if gated else count, zeros]
     return [*known, words] if gated else known
 
 

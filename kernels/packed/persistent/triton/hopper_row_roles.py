@@ -1,10 +1,13 @@
 """The roles of warps in the products between two attentions, for one row; see `hopper_row`.
 
-A product is (words, scales, factors of whole rows, N): descriptors of the words [spans, blocks, 8,
-64] and of the scales [groups, blocks, 8], or [spans, 2, N, 64] and [groups, 2, N] of gate and up.
-A step of the rings holds SPANS spans of 16 weight rows: w_ring [STAGES, SPANS, 2, 8, 64] int16 and
-s_ring [STAGES, SPANS * GROUPS, 2, 8]. Each stage has barriers that tell when it is full and when
-it is empty.
+A product is (words, scales, factors of whole rows, N, zeros). The words are a descriptor of [spans,
+blocks, 8, 64], or of [spans, 2, N, 64] of gate and up; the scales of [groups, blocks, 8], or of
+[groups, 2, N]; the zeros of [groups, rows].
+
+A step of the rings holds SPANS spans of 16 weight rows: w_ring [STAGES, SPANS, 2, 8, 64] int16,
+s_ring [STAGES, SPANS * GROUPS, 2, 8], and z_ring [STAGES * 2, SPANS * GROUPS, 16] uint8, a box of
+zeros for each block, of which the second half belongs to other rows. Each stage has barriers that
+tell when it is full and when it is empty.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment"
@@ -33,15 +36,15 @@ mov.u32 $0, 0;
 
 @gluon.jit
 def _copy_tiles(
-    product, w_ring, s_ring, full, empty, fill, tiles,
-    STEPS: gl.constexpr, GATED: gl.constexpr, GROUPS: gl.constexpr, SPANS: gl.constexpr,
-    STAGES: gl.constexpr,
+    product, w_ring, s_ring, z_ring, full, empty, fill, tiles,
+    STEPS: gl.constexpr, GATED: gl.constexpr, GROUPS: gl.constexpr, ZEROS: gl.constexpr,
+    SPANS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    BYTES: gl.constexpr = SPANS * HEIGHT * (128 + 2 * GROUPS)
+    BYTES: gl.constexpr = SPANS * HEIGHT * (128 + GROUPS * (4 if ZEROS else 2))
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        block, row = tile * 2, 0
+        block, row, first, second = tile * 2, 0, tile * HEIGHT, tile * HEIGHT + 8
         if GATED:
-            block, row = 0, tile * 8
+            block, row, first, second = 0, tile * 8, tile * 8, tile * 8 + product[3]
         for step in range(STEPS):
             slot, phase = fill % STAGES, (fill // STAGES) & 1
             ready = full.index(slot)
@@ -53,6 +56,14 @@ def _copy_tiles(
             if GROUPS > 0:
                 tma.async_copy_global_to_shared(
                     product[1], [step * (SPANS * GROUPS), block, row], ready, s_ring.index(slot)
+                )  # fmt: skip
+            if ZEROS:
+                group = step * (SPANS * GROUPS)
+                tma.async_copy_global_to_shared(
+                    product[4], [group, first], ready, z_ring.index(slot * 2)
+                )  # fmt: skip
+                tma.async_copy_global_to_shared(
+                    product[4], [group, second], ready, z_ring.index(slot * 2 + 1)
                 )  # fmt: skip
             fill += 1
     return fill
@@ -81,23 +92,23 @@ def _fetch_tiles(words, num_outputs, tiles, FIRST: gl.constexpr, COUNT: gl.const
 
 @gluon.jit
 def bring_words(
-    o, gate_up, down, qkv, w_ring, s_ring, full, empty,
-    TILES: gl.constexpr, STEPS: gl.constexpr, GROUPS: gl.constexpr, SPANS: gl.constexpr,
-    STAGES: gl.constexpr, FIRST: gl.constexpr, FETCHED: gl.constexpr,
+    o, gate_up, down, qkv, w_ring, s_ring, z_ring, full, empty,
+    TILES: gl.constexpr, STEPS: gl.constexpr, GROUPS: gl.constexpr, ZEROS: gl.constexpr,
+    SPANS: gl.constexpr, STAGES: gl.constexpr, FIRST: gl.constexpr, FETCHED: gl.constexpr,
 ):  # fmt: skip
     """The producer: copies the words and scales of all products, as far ahead as there is memory.
 
     No kernel writes them, so it waits for nothing else. The first tiles that do not fit into shared
     memory are copied to L2, because the first product may have to wait for attention.
     """
-    ring = w_ring, s_ring, full, empty
-    _fetch_tiles(gate_up[4], gate_up[3], TILES[1], FIRST, FETCHED, STEPS[1] * SPANS * 64)
+    ring = w_ring, s_ring, z_ring, full, empty
+    _fetch_tiles(gate_up[5], gate_up[3], TILES[1], FIRST, FETCHED, STEPS[1] * SPANS * 64)
     fill = 0  # steps copied
-    fill = _copy_tiles(o, *ring, fill, TILES[0], STEPS[0], False, GROUPS, SPANS, STAGES)
-    fill = _copy_tiles(gate_up, *ring, fill, TILES[1], STEPS[1], True, GROUPS, SPANS, STAGES)
-    fill = _copy_tiles(down, *ring, fill, TILES[2], STEPS[2], False, GROUPS, SPANS, STAGES)
+    fill = _copy_tiles(o, *ring, fill, TILES[0], STEPS[0], False, GROUPS, ZEROS, SPANS, STAGES)
+    fill = _copy_tiles(gate_up, *ring, fill, TILES[1], STEPS[1], True, GROUPS, ZEROS, SPANS, STAGES)
+    fill = _copy_tiles(down, *ring, fill, TILES[2], STEPS[2], False, GROUPS, ZEROS, SPANS, STAGES)
     if TILES[3] > 0:
-        _copy_tiles(qkv, *ring, fill, TILES[3], STEPS[3], False, GROUPS, SPANS, STAGES)
+        _copy_tiles(qkv, *ring, fill, TILES[3], STEPS[3], False, GROUPS, ZEROS, SPANS, STAGES)
 
 
 @gluon.jit
@@ -111,8 +122,9 @@ def _norm_scale(squares, size, eps, PROGRAMS: gl.constexpr, SPANS: gl.constexpr)
 @gluon.jit
 def _multiply(
     product, x, size, squares, eps, out, residual, gain, normed, tiles,
-    w_tiles, s_tiles, full, empty, fill, total, words, scales,
-    STEPS: gl.constexpr, MODE: gl.constexpr, GROUPS: gl.constexpr, SLICES: gl.constexpr,
+    w_tiles, s_tiles, z_tiles, full, empty, fill, total, words, scales,
+    STEPS: gl.constexpr, MODE: gl.constexpr, GROUPS: gl.constexpr, ZEROS: gl.constexpr,
+    SLICES: gl.constexpr,
     FACTORS: gl.constexpr, SUMS: gl.constexpr, SPANS: gl.constexpr, STAGES: gl.constexpr,
     HELD: gl.constexpr, PROGRAMS: gl.constexpr,
 ):  # fmt: skip
@@ -132,11 +144,11 @@ def _multiply(
     added = gl.zeros([HEIGHT], gl.float32, layout=ROWS)
     first = input_of(x, 0, size, SLICES, SUMS, SPANS)
     xs = (first,)
-    excesses = (excess_of(first, GROUPS, SUMS, SPANS),)
+    excesses = (excess_of(first, GROUPS, ZEROS, SUMS, SPANS),)
     if STEPS <= HELD:
         for step in gl.static_range(1, STEPS):
             xs += (input_of(x, step, size, SLICES, SUMS, SPANS),)
-            excesses += (excess_of(xs[step], GROUPS, SUMS, SPANS),)
+            excesses += (excess_of(xs[step], GROUPS, ZEROS, SUMS, SPANS),)
     scale = 1.0
     if MODE != 2:
         scale = _norm_scale(squares, size, eps, PROGRAMS, SPANS)
@@ -159,20 +171,22 @@ def _multiply(
                 now, now_scales = words, scales
                 fill += 1
                 words, scales = take(
-                    w_tiles, s_tiles, full, empty, fill, total, GROUPS, SUMS, STAGES
+                    w_tiles, s_tiles, z_tiles, full, empty, fill, total,
+                    GROUPS, ZEROS, SUMS, SPANS, STAGES,
                 )  # fmt: skip
-                sums = add_step(sums, now, now_scales, xs[step], excesses[step], GROUPS)
+                sums = add_step(sums, now, now_scales, xs[step], excesses[step], GROUPS, ZEROS)
         else:
             x_now = first
             for step in range(STEPS):
                 now, now_scales = words, scales
                 fill += 1
                 words, scales = take(
-                    w_tiles, s_tiles, full, empty, fill, total, GROUPS, SUMS, STAGES
+                    w_tiles, s_tiles, z_tiles, full, empty, fill, total,
+                    GROUPS, ZEROS, SUMS, SPANS, STAGES,
                 )  # fmt: skip
                 x_next = input_of(x, step + 1, size, SLICES, SUMS, SPANS)
-                even = excess_of(x_now, GROUPS, SUMS, SPANS)
-                sums = add_step(sums, now, now_scales, x_now, even, GROUPS)
+                even = excess_of(x_now, GROUPS, ZEROS, SUMS, SPANS)
+                sums = add_step(sums, now, now_scales, x_now, even, GROUPS, ZEROS)
                 x_now = x_next
         y = total_of(sums, SLICES, FACTORS, SUMS) * factor * scale
         if MODE == 1:
@@ -203,8 +217,9 @@ def _count_steps(TILES: gl.constexpr, STEPS: gl.constexpr):
 @gluon.jit
 def multiply_all(
     o, gate_up, down, qkv, x, residual, gain, middle, normed, inner, next_gain, stream, next_normed,
-    out, squares, counter, eps, next_eps, patience, w_ring, s_ring, full, empty,
-    TILES: gl.constexpr, STEPS: gl.constexpr, GROUPS: gl.constexpr, SLICES: gl.constexpr,
+    out, squares, counter, eps, next_eps, patience, w_ring, s_ring, z_ring, full, empty,
+    TILES: gl.constexpr, STEPS: gl.constexpr, GROUPS: gl.constexpr, ZEROS: gl.constexpr,
+    SLICES: gl.constexpr,
     FACTORS: gl.constexpr, SIZES: gl.constexpr, PROGRAMS: gl.constexpr, SPANS: gl.constexpr,
     STAGES: gl.constexpr, HELD: gl.constexpr, SCALE: gl.constexpr, EARLY: gl.constexpr,
     PDL: gl.constexpr,
@@ -219,12 +234,17 @@ def multiply_all(
         s_tiles = s_ring._reinterpret(
             SCALE, [STAGES, SPANS, GROUPS * HEIGHT], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         )  # fmt: skip
-    ring = w_tiles, s_tiles, full, empty
+    z_tiles = z_ring
+    if ZEROS:
+        z_tiles = z_ring._reinterpret(
+            gl.uint8, [STAGES * 2, SPANS, GROUPS * HEIGHT], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        )  # fmt: skip
+    ring = w_tiles, s_tiles, z_tiles, full, empty
     program = gl.program_id(0)
     hidden = SIZES[1]
     total = _count_steps(TILES, STEPS)
     fill = 0  # steps multiplied
-    words, scales = take(*ring, fill, total, GROUPS, SUMS, STAGES)
+    words, scales = take(*ring, fill, total, GROUPS, ZEROS, SUMS, SPANS, STAGES)
     if PDL:
         gdc_wait()
         if EARLY:
@@ -232,20 +252,20 @@ def multiply_all(
     fill, words, scales, own = _multiply(
         o, x, SIZES[0], squares, eps, middle, residual, gain, normed, TILES[0], *ring,
         fill, total, words, scales,
-        STEPS[0], 2, GROUPS, SLICES, FACTORS, SUMS, SPANS, STAGES, HELD, PROGRAMS,
+        STEPS[0], 2, GROUPS, ZEROS, SLICES, FACTORS, SUMS, SPANS, STAGES, HELD, PROGRAMS,
     )  # fmt: skip
     gl.store(squares + program, gl.sum(own, 0))
     meet_programs(counter, patience)
     fill, words, scales, none = _multiply(
         gate_up, normed, hidden, squares, eps, inner, inner, inner, inner, TILES[1], *ring,
         fill, total, words, scales,
-        STEPS[1], 1, GROUPS, SLICES, FACTORS, SUMS, SPANS, STAGES, HELD, PROGRAMS,
+        STEPS[1], 1, GROUPS, ZEROS, SLICES, FACTORS, SUMS, SPANS, STAGES, HELD, PROGRAMS,
     )  # fmt: skip
     meet_programs(counter, patience)
     fill, words, scales, own = _multiply(
         down, inner, SIZES[2], squares, eps, stream, middle, next_gain, next_normed, TILES[2],
         *ring, fill, total, words, scales,
-        STEPS[2], 2, GROUPS, SLICES, FACTORS, SUMS, SPANS, STAGES, HELD, PROGRAMS,
+        STEPS[2], 2, GROUPS, ZEROS, SLICES, FACTORS, SUMS, SPANS, STAGES, HELD, PROGRAMS,
     )  # fmt: skip
     if PDL and not EARLY:
         gdc_launch_dependents()
@@ -256,7 +276,7 @@ def multiply_all(
         _multiply(
             qkv, next_normed, hidden, following, next_eps, out, out, out, out, TILES[3], *ring,
             fill, total, words, scales,
-            STEPS[3], 0, GROUPS, SLICES, FACTORS, SUMS, SPANS, STAGES, HELD, PROGRAMS,
+            STEPS[3], 0, GROUPS, ZEROS, SLICES, FACTORS, SUMS, SPANS, STAGES, HELD, PROGRAMS,
         )  # fmt: skip
 
 
