@@ -78,7 +78,7 @@ class Child(msgspec.Struct, array_like=True, frozen=True):
 class AddChildren(msgspec.Struct, tag="children", omit_defaults=True):
     """Several `AddRequest`s with the same parameters; each distinct prompt is held once.
 
-    `shared_requests.share` makes it.
+    `channel.share` makes it.
     """
 
     prompts: list[list[int]]

@@ -1,4 +1,4 @@
-"""A drafter that is an EAGLE-1 or EAGLE-3 head, which reads the target's hidden states."""
+"""Drafters that read the target's hidden states: heads of EAGLE-1 or EAGLE-3, and MTP modules."""
 
 from __future__ import annotations
 
@@ -43,3 +43,15 @@ class EagleSpeculator(AutoRegressiveSpeculator):
             return super().select_target_hidden(inputs)
         assert inputs.aux_hidden_states is not None
         return inputs.aux_hidden_states
+
+
+class MTPSpeculator(EagleSpeculator):
+    """Reads the target's hidden states after the final norm, or before it if the module wants that.
+
+    The hidden state before the norm is the auxiliary hidden state after the last layer.
+    """
+
+    def load_draft_model(self) -> EagleModel:
+        """Load the module that is stored with the target, or in its own folder."""
+        model: EagleModel = self.host.load_draft_model("mtp", self.config)
+        return model

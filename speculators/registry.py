@@ -17,7 +17,7 @@ _SPECULATORS = {
     "draft_model": ("draft_model", "StandaloneDraftSpeculator"),
     "eagle": ("eagle", "EagleSpeculator"),
     "eagle3": ("eagle", "EagleSpeculator"),
-    "mtp": ("mtp", "MTPSpeculator"),
+    "mtp": ("eagle", "MTPSpeculator"),
     "gemma4_mtp": ("gemma4", "Gemma4Speculator"),
 }
 

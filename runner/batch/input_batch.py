@@ -23,8 +23,8 @@ from ...kernels.batch.padded_step import (
 from ...kernels.batch.step_sizes import StepSizes
 from ..attention.base import CommonAttentionMetadata
 from ..scheduling.plan import ScheduledRow
+from .host_copy import StagingPool
 from .request_table import RequestTable
-from .staging import StagingPool
 
 
 @dataclass(frozen=True)

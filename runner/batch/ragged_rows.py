@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .staging import StagingPool
+from .host_copy import StagingPool
 
 _MIN_CAPACITY = 256  # entries
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from ...kernels.recurrent.rows import BLOCK, BORDER, LENGTH, DeltaState, StateTable
 from ..attention.recurrent import RecurrentBuilder, RecurrentLayer
 from ..scheduling.plan import StepPlan
+from .host_copy import StagingPool
 from .kv_cache import zeros
-from .staging import StagingPool
 
 
 class RecurrentStates:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..scheduling.plan import NewRequest, StepPlan
+from .host_copy import StagingPool
 from .sampling_state import SamplingState
-from .staging import StagingPool
 
 logger = logging.getLogger(__name__)
 

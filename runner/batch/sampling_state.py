@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..messages import SamplingParams
+from .host_copy import StagingPool
 from .ragged_rows import RaggedRows
-from .staging import StagingPool
 
 _FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
 _INTS = ("seed", "top_k", "min_tokens", "has_own_seed")

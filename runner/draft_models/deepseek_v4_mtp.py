@@ -18,8 +18,14 @@ from torch import Tensor
 from ...kernels.linear.hyper.connections import head_streams
 from ..attention.base import AttentionLayer, AttentionState
 from ..errors import ModelLoadError
-from ..models.deepseek_v4.model import RAW, Block, HyperConnection, RotaryTables, check_v4
-from ..models.deepseek_v4.names import plain_name
+from ..models.deepseek_v4.model import (
+    RAW,
+    Block,
+    HyperConnection,
+    RotaryTables,
+    check_v4,
+    plain_name,
+)
 from ..models.deepseek_v4.step import Step
 from ..models.layers import CheckpointSlot, RMSNorm, WeightFormat, module_slots
 from ..models.sharded import input_linear

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...configs.schema import SpeculativeConfig
 from ..attention.base import AttentionLayer
-from ..batch.staging import StagingPool
+from ..batch.host_copy import StagingPool
 from ..loading.inspection import Progress
 from ..loading.weights import ResolvedModel
 from .heads import FoundDrafter, load_head

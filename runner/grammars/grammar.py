@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ..messages import GrammarSpec
+from ..messages import GrammarSpec, SamplingParams
 
 ALL_ALLOWED = -1  # an int32 with every bit set
 TOO_SLOW = (
@@ -129,3 +129,36 @@ def is_allowed(line: np.ndarray, token_id: int) -> bool:
     """True if a mask line allows the token. An invalid id, such as -1, is never allowed."""
     in_range = 0 <= token_id < 32 * len(line)
     return in_range and bool(int(line[token_id // 32]) >> (token_id % 32) & 1)
+
+
+def leaves_no_token(
+    sampling: SamplingParams, line: np.ndarray | None, output: Sequence[int]
+) -> bool:
+    """Whether no token may follow the output tokens so far.
+
+    line: [ceil(V / 32)] int32, the mask of the grammar; None without one. Without a grammar and
+    allowed tokens this is False, because a server refuses bad words that cover a vocabulary.
+    """
+    allowed = sampling.allowed_token_ids
+    if line is not None:
+        bits = np.unpackbits(np.ascontiguousarray(line).view(np.uint8), bitorder="little")
+        left = set(np.flatnonzero(bits).tolist())
+        left = left if allowed is None else left.intersection(allowed)
+    elif allowed is not None:
+        left = set(allowed)
+    else:
+        return False
+    if len(output) < sampling.min_tokens:
+        unfinished = left.difference(sampling.stop_token_ids)
+        if unfinished or line is None:  # a text that is complete may end early
+            left = unfinished
+    return left <= forbidden_by_words(sampling.bad_words_token_ids, output)
+
+
+def forbidden_by_words(words: Sequence[Sequence[int]], output: Sequence[int]) -> set[int]:
+    """The last tokens of the words whose other tokens the output ends with."""
+    return {
+        word[-1]
+        for word in words
+        if word and (len(word) == 1 or list(output[1 - len(word) :]) == list(word[:-1]))
+    }

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..batch.staging import StagingPool
+from ..batch.host_copy import StagingPool
 from ..batch.step_output import TokenLogprobTensors
 from .prompt_logprobs import MAX_CHUNK_BYTES, concatenate, token_logprobs
 

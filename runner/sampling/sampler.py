@@ -20,8 +20,8 @@ from ...kernels.sampling.finish_samples import finish_samples
 from ...kernels.sampling.sample import TARGET
 from ...kernels.sampling.verify import VerifyRows
 from ...speculators.verification import create_verifier
+from ..batch.host_copy import StagingPool
 from ..batch.sampling_state import PROCESSED, Feature
-from ..batch.staging import StagingPool
 from ..batch.step_output import TokenLogprobTensors
 from .logits_processing import SamplingRequests, SamplingRows, process_logits
 from .logprobs import emitted_logprobs

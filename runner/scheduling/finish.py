@@ -15,8 +15,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from ..grammars.dead_end import leaves_no_token
-from ..grammars.grammar import GrammarMatcher
+from ..grammars.grammar import GrammarMatcher, leaves_no_token
 from ..messages import RequestOutput, StepStats, TokenLogprobs, pack_logprobs
 from .plan import RowResult, ScheduledRow
 from .request import Request

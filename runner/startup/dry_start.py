@@ -44,7 +44,7 @@ from .assembly import Assembly
 from .batch_invariant import check_rounding
 from .compile_ahead import ATTENTION, GRAPHS, STAGES, STEPS, DryReport
 from .limits import LARGE, SMALL, completed, is_large
-from .memory_profile import MemoryProfile
+from .memory import MemoryProfile
 
 _META = torch.device("meta")
 _NICE = 5  # the worker runs in parallel and must not wait for a core

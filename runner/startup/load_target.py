@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...configs.model.context import context_length
+from ...configs.model.model_config import context_length
 from ...configs.options import ConfigError
 from ...configs.schema import Config, StepLimits
 from ...kernels.device import card_of

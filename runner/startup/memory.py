@@ -1,12 +1,12 @@
-"""Decides how much memory the KV cache gets, and how many blocks that is."""
+"""Measures the memory of the largest step, and decides how many blocks the KV cache gets."""
 
 from __future__ import annotations
 
 import gc
 import logging
 import resource
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,8 +14,10 @@ import torch
 from ...configs.schema import CacheConfig
 from ..batch.kv_cache import KVCacheGroup, KVLayout, StepLoad, fitting_block_size, make_groups
 from ..errors import RunnerError
-from ..graphs.manager import MemoryByPurpose
-from .memory_profile import MemoryProfile
+from ..graphs.capture import GraphPool, paused_garbage_collector
+from ..graphs.manager import CudaGraphManager, MemoryByPurpose
+from ..step.target import Target
+from ..step.token_graphs import TokenGraphs
 
 logger = logging.getLogger(__name__)
 CPU_CACHE_BYTES = 1 << 30
@@ -143,3 +145,33 @@ def refuse_early(
         known = config.kv_cache_memory_bytes or CPU_CACHE_BYTES
         layout = KVLayout(groups, fitting_block_size(config.block_size, groups), dtype, load)
         num_kv_blocks(config, device, known, layout, max_model_len, max_model_len)
+
+
+@dataclass(frozen=True)
+class MemoryProfile:
+    """The parts of a step, to be run with a minimal KV cache."""
+
+    small_target: Callable[[], Target]
+    max_num_tokens: int
+    max_logits_rows: int
+    pool: GraphPool | None  # None without graphs
+    graphs: CudaGraphManager | None  # the target's
+    token_graphs_of: Callable[[Target], TokenGraphs | None]
+    draft_graph_bytes: Callable[[Target], int]
+
+    def run_largest_step(self) -> None:
+        """Run the step that uses the most memory."""
+        logits = self.small_target().warm_up(self.max_num_tokens)
+        rows = self.max_logits_rows
+        logits[:1].float().expand(rows, -1).softmax(-1).cumsum(-1)  # the sampler's copies
+
+    def graph_bytes(self) -> int:
+        """Estimate the bytes that all graphs will use. Keeps no graph."""
+        if self.graphs is None or self.pool is None:
+            return 0
+        with self.pool.throw_away(), paused_garbage_collector(collect=False):
+            target = self.small_target()
+            total = self.graphs.profile_memory(target.create_forward_fn)
+            if (token_graphs := self.token_graphs_of(target)) is not None:
+                total += token_graphs.profile_memory()
+            return total + self.draft_graph_bytes(target)

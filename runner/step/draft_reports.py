@@ -10,9 +10,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from ..batch.host_copy import CopyStream, HostCopy
+from ..batch.host_copy import CopyStream, HostCopy, StagingPool
 from ..batch.request_table import RequestTable
-from ..batch.staging import StagingPool
 from ..scheduling.plan import RowResult, StepPlan
 
 Report = Callable[[list[RowResult]], None]  # writes the drafts into the results of a step

@@ -14,10 +14,10 @@ from ...configs.graphs import BatchExecutionDescriptor, StepMode
 from ...configs.speculative import MAX_DRAFTS
 from ...speculators.base import BaseSpeculator, DraftInputs
 from ..attention.base import AttentionState
+from ..batch.host_copy import StagingPool
 from ..batch.input_batch import InputBatch, InputBuffers
 from ..batch.request_table import RequestTable
 from ..batch.sampling_state import Feature
-from ..batch.staging import StagingPool
 from ..drafters.draft_graphs import DraftGraphs
 from ..graphs.manager import RebuiltStates
 from ..parallel.ranks import Ranks

@@ -17,10 +17,9 @@ from torch import Tensor
 from ...configs.graphs import StepMode
 from ...kernels.batch.gather_batch import post_update
 from ..attention.base import AttentionState
-from ..batch.host_copy import CopyStream, HostCopy
+from ..batch.host_copy import CopyStream, HostCopy, StagingPool
 from ..batch.input_batch import InputBatch
 from ..batch.sampling_state import Feature
-from ..batch.staging import StagingPool
 from ..batch.step_output import RowLayout, StepHandle, StepTensors
 from ..graphs.capture import paused_garbage_collector
 from ..graphs.manager import CaptureReport, RebuiltStates

@@ -7,13 +7,14 @@ its rows and builds its attention, so that the whole pass is one replay.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ...configs.graphs import BatchExecutionDescriptor, CUDAGraphMode, StepMode
+from ...configs.graphs import AttentionCGSupport, BatchExecutionDescriptor, CUDAGraphMode, StepMode
 from ..attention.base import (
     AttentionBuilder,
     AttentionState,
@@ -25,8 +26,9 @@ from ..batch.input_batch import InputBatch, InputBuffers
 from ..batch.kv_cache import KVCache
 from ..batch.recurrent_states import RecurrentStates
 from ..batch.request_table import RequestTable
-from ..graphs.dispatch import eager_descriptor
+from ..graphs.dispatch import eager_descriptor, resolve_target
 from ..graphs.manager import CaptureReport, CudaGraphManager
+from ..graphs.settings import GraphSettings
 from ..models.base import has_native_head, run_alone
 from ..models.short_model import ShortPass
 from ..sampling.row_sampling import PickTokens
@@ -281,3 +283,45 @@ class Target:
             for t in results
             if t is not None
         ]
+
+
+logger = logging.getLogger(__name__)
+
+
+class Claims(Protocol):
+    """A builder of attention or of recurrent layers."""
+
+    supports: AttentionCGSupport
+
+
+def create_target_graphs(
+    settings: GraphSettings | None,
+    wanted: CUDAGraphMode,
+    builders: Sequence[Claims],
+    query_lengths: Sequence[int],  # of uniform batches, ascending
+    max_num_reqs: int,
+    max_num_tokens: int,
+) -> tuple[CudaGraphManager | None, CUDAGraphMode]:
+    """The target's graph manager and its mode; (None, NONE) without graphs."""
+    if settings is None:
+        return None, CUDAGraphMode.NONE
+    support = min(builder.supports for builder in builders)
+    decision = resolve_target(wanted, support, query_lengths)
+    if decision.reason:
+        by_default = wanted is CUDAGraphMode.FULL_AND_FULL
+        level = logging.INFO if by_default else logging.WARNING
+        logger.log(level, "target graphs run as %s: %s", decision.mode.name, decision.reason)
+    is_whole = decision.mode.mixed_mode() is CUDAGraphMode.FULL
+    manager = CudaGraphManager.create(
+        "target",
+        decision.mode,
+        decision.uniform_token_counts,
+        settings.sizes,
+        max_num_reqs,
+        max_num_tokens,
+        settings.pool,
+        settings.progress,
+        settings.debug_compare_eager,
+        settings.whole_mixed_sizes if is_whole else settings.mixed_sizes,
+    )
+    return manager, decision.mode

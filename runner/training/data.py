@@ -21,7 +21,7 @@ from ...speculators.training.dataset import TrainingSequence
 from ...speculators.training.geometry import HeadGeometry, check_taps
 from ...speculators.training.objective import Batch
 from ..attention.base import AttentionState, CommonAttentionMetadata
-from ..batch.staging import StagingPool
+from ..batch.host_copy import StagingPool
 from ..engine.engine import Engine, join
 from ..errors import RunnerError
 from ..models.rotary import rope_parameters

@@ -23,7 +23,7 @@ from ..drafters.head_verdict import Measurement, judge
 from ..drafters.training_prompts import heldout_prompts, tokenize_prompts
 from ..errors import APIError, EngineStopped, InvalidRequest, NotSupported, as_api_error
 from ..generation.services import Engine, Services
-from ..http.keys import KeyRing
+from ..http.middleware import KeyRing
 from ..http.sse import unless_disconnected
 from ..openai_types.common import Body
 from ..request_stream import EngineDead, SpeculatorRefused

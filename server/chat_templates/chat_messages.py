@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from jinja2 import nodes
 
-from ..json_size import MAX_DEPTH, too_deep, too_many
+from ..json_text import MAX_DEPTH, too_deep, too_many
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _TEXT_PARTS = {"text", "input_text", "output_text", "refusal"}

@@ -1,6 +1,8 @@
 """Drafter swaps of an engine client: sends one action at a time and waits for its answer.
 
-A trial belongs to one worker. When that worker ends, the trial ends with it.
+A trial belongs to one worker. When that worker ends, the trial ends with it. The next worker loads
+the drafter kept last, the configured one, or none: the files of a kept head may be missing, and
+serving without it is better than not serving.
 """
 
 from __future__ import annotations
@@ -8,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
+from ...configs.schema import SpeculativeConfig
 from ...runner.messages import ChangeSpeculator, SpeculatorChanged
 from ..request_stream import EngineDead, SpeculatorRefused
 
@@ -86,3 +90,31 @@ def _note_failure(action_done: asyncio.Task[None]) -> None:
     """Log an error, in case the caller was cancelled and does not receive it."""
     if not action_done.cancelled() and (error := action_done.exception()) is not None:
         log.info("the drafter change failed: %s", error)
+
+
+class NextDrafter:
+    """The drafter for the next start of the worker."""
+
+    def __init__(self, configured: SpeculativeConfig) -> None:
+        self.current = self._configured = configured
+        self.fallback: str | None = None  # why `current` replaces another drafter
+
+    def keep(self, model: str) -> None:
+        self.current, self.fallback = replace(self.current, model=model), None
+
+    def fall_back(self, reason: str) -> bool:
+        """Replace a drafter that could not be loaded; returns False if drafting is off already."""
+        lost, configured = self.current, self._configured
+        if lost.method == "off":
+            return False
+        if lost.model != configured.model:
+            self.current, instead = (
+                configured,
+                f"using the configured one, {configured.model}",
+            )
+        else:
+            self.current, instead = SpeculativeConfig(), "serving without a drafter"
+        named = lost.model or lost.method
+        self.fallback = f"cannot load the drafter {named} ({reason.rstrip('.')}): {instead}"
+        log.warning(self.fallback)
+        return True

@@ -31,11 +31,9 @@ from ...runner.messages import (
 from ...runner.process import EngineOrders
 from ..health import Health, State
 from ..request_stream import EngineDead, RequestStream, ShutDown, Turn
-from .drafter_changes import DrafterChanges
-from .next_drafter import NextDrafter
+from .drafter_changes import DrafterChanges, NextDrafter
 from .worker_group import GroupEnded, WorkerGroup
-from .worker_watch import ProgressCallback, Worker
-from .worker_watchdog import Watchdog
+from .worker_watch import ProgressCallback, Watchdog, Worker
 
 __all__ = ["EngineClient", "EngineDead", "RequestStream", "WorkerFailed"]
 

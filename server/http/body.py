@@ -25,7 +25,7 @@ from ..errors import (
     UnsupportedMediaType,
     invalid_value,
 )
-from ..json_size import MAX_DEPTH, too_deep, too_many
+from ..json_text import MAX_DEPTH, too_deep, too_many
 from ..off_loop import by_size
 from ..openai_types.common import SizedBody
 

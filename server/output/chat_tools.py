@@ -26,9 +26,8 @@ from ..tool_parsers.deepseek import DsmlToolParser
 from ..tool_parsers.forced import ForcedToolParser, forced_grammar
 from ..tool_parsers.hermes import BEGIN, HermesToolParser
 from ..tool_parsers.strict import strict_grammar
-from .chat_output import EventParser, MessageParser, PlainText
+from .chat_output import EventParser, MessageParser, OutputParser, PlainText, TokenIds
 from .grammars import grammar_of, grammar_of_calls
-from .output_parser import OutputParser, TokenIds
 from .reasoning import ReasoningParser, detect_reasoning_parser, reasoning_parser_class
 
 Tools = list[dict[str, Any]]

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ...configs.model.context import context_length
 from ...configs.model.hub import HubError, download_config
 from ...configs.model.model_config import (
     GGUF_NUMBERS,
@@ -19,6 +18,7 @@ from ...configs.model.model_config import (
     NotServed,
     check_gguf_architecture,
     check_weights,
+    context_length,
     eos_token_ids,
     is_file_name,
     merged,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .progress_log import ProgressLog
+from .checkpoint import ProgressLog
 
 # Title of a panel -> key in the log and name of each curve. A list in the log has a value by draft.
 _PANELS = {

@@ -17,12 +17,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ...configs.training import TrainingConfig
-from .checkpoint import load_checkpoint, save_checkpoint
+from .checkpoint import ProgressLog, load_checkpoint, save_checkpoint
 from .dataset import BatchOrder, HiddenSource, TrainingSequence, digest, pack
 from .geometry import HeadGeometry
 from .head import TrainingHead
 from .objective import Measured, measure, walk
-from .progress_log import ProgressLog
 from .vocabulary import DraftVocabulary
 
 

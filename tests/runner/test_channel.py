@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from slipstream.runner.channel import ServerChannel, WorkerChannel
+from slipstream.runner.channel import ServerChannel, WorkerChannel, share, unshare
 from slipstream.runner.messages import (
     AbortRequests,
     AddRequest,
@@ -31,7 +31,6 @@ from slipstream.runner.messages import (
 )
 from slipstream.runner.parallel.engine_group import Calls
 from slipstream.runner.process import EngineOrders
-from slipstream.runner.shared_requests import share, unshare
 
 
 @pytest.fixture

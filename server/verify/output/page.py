@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
 from ..report import FALSE_ALARM, NULL_HYPOTHESIS, Check, Report, percent
 from ..sampled import EVENTS
-from . import svg
 
 _MARKS = {"pass": "passed", "fail": "failed", "note": "note", "skip": "left out"}
 _STYLE = """
@@ -75,22 +76,22 @@ def _plots(checks: list[Check]) -> list[str]:
     for check in checks:
         figures = check.figures
         if shares := figures.get("acceptance"):
-            rows = [svg.Row(f"draft {n + 1}", s, percent(s)) for n, s in enumerate(shares)]
-            found.append(svg.bars(f"Accepted drafts by position, {check.name}", rows, 1.0))
+            rows = [Row(f"draft {n + 1}", s, percent(s)) for n, s in enumerate(shares)]
+            found.append(bars(f"Accepted drafts by position, {check.name}", rows, 1.0))
         if ratios := figures.get("ratios"):
-            found.append(svg.dots("Speed-up of each prompt; the line is 1", ratios, 1.0, "times"))
+            found.append(dots("Speed-up of each prompt; the line is 1", ratios, 1.0, "times"))
     if rows := _distances(checks):
         title = "Total variation between replies with drafts and without; the tick: chance"
-        found.append(svg.bars(title, rows))
+        found.append(bars(title, rows))
     if rows := _biases(checks):
         title = "Bias of how often an event happened; the tick: the least that is surely found"
-        found.append(svg.bars(title, rows))
+        found.append(bars(title, rows))
     return found
 
 
-def _distances(checks: list[Check]) -> list[svg.Row]:
+def _distances(checks: list[Check]) -> list[Row]:
     return [
-        svg.Row(
+        Row(
             f"{check.name}, {part}", two["total_variation"], f"{two['total_variation']:.3f}",
             two["bound"], two["total_variation"] > two["bound"],
         )
@@ -100,10 +101,10 @@ def _distances(checks: list[Check]) -> list[svg.Row]:
     ]  # fmt: skip
 
 
-def _biases(checks: list[Check]) -> list[svg.Row]:
-    def row(name: str, bet: dict[str, Any], is_bad: bool) -> svg.Row:
+def _biases(checks: list[Check]) -> list[Row]:
+    def row(name: str, bet: dict[str, Any], is_bad: bool) -> Row:
         size = abs(bet["bias"])
-        return svg.Row(name, size, percent(size), bet["detectable_bias"], is_bad)
+        return Row(name, size, percent(size), bet["detectable_bias"], is_bad)
 
     return [
         row(event, check.figures, check.status == "fail")
@@ -111,3 +112,66 @@ def _biases(checks: list[Check]) -> list[svg.Row]:
         for check in checks
         if check.name == f"all options: {event}" and check.figures
     ]
+
+
+_WIDTH, _ROW, _LEFT, _RIGHT = 640, 34, 200, 76  # units of the view box
+_BAR = 14
+
+
+@dataclass(frozen=True)
+class Row:
+    """A bar from zero, with a tick for what it is compared with."""
+
+    name: str
+    value: float
+    label: str  # the value for people
+    limit: float | None = None
+    is_bad: bool = False
+
+
+def bars(title: str, rows: Sequence[Row], top: float | None = None) -> str:
+    """Horizontal bars, one a row, each with its limit as a tick; `top` is the end of the axis."""
+    most = top or max((max(row.value, row.limit or 0.0) for row in rows), default=0.0) or 1.0
+    scale = (_WIDTH - _LEFT - _RIGHT) / most
+    parts = []
+    for place, row in enumerate(rows):
+        y = place * _ROW + 8
+        width = max(1.0, min(row.value, most) * scale)
+        kind = "bad" if row.is_bad else "bar"
+        parts.append(
+            f'<text x="{_LEFT - 8}" y="{y + 12}" text-anchor="end">{escape(row.name)}</text>'
+            f'<rect class="{kind}" x="{_LEFT}" y="{y}" width="{width:.1f}" height="{_BAR}" rx="2"/>'
+        )
+        end = _LEFT + width
+        if row.limit is not None:
+            x = _LEFT + min(row.limit, most) * scale
+            parts.append(f'<path class="tick" d="M{x:.1f} {y - 4}v{_BAR + 8}"/>')
+            end = max(end, x)
+        parts.append(f'<text x="{end + 6:.1f}" y="{y + 12}">{escape(row.label)}</text>')
+    return _figure(title, len(rows) * _ROW + 8, parts)
+
+
+def dots(title: str, values: Sequence[float], one: float, unit: str) -> str:
+    """A dot for each value on one axis, with a line at `one`."""
+    low, high = min([*values, one]), max([*values, one])
+    room = (high - low) * 0.08 or 0.1
+    low, high = low - room, high + room
+
+    def x(value: float) -> float:
+        return 20 + (value - low) / (high - low) * (_WIDTH - 40)
+
+    parts = [f'<path class="axis" d="M20 40h{_WIDTH - 40}"/>']
+    parts.append(f'<path class="tick" d="M{x(one):.1f} 20v40"/>')
+    parts += [f'<circle class="bar" cx="{x(value):.1f}" cy="40" r="6"/>' for value in values]
+    for value, anchor in ((min(values), "start"), (max(values), "end")):
+        label = escape(f"{value:.2f} {unit}")
+        parts.append(f'<text x="{x(value):.1f}" y="78" text-anchor="{anchor}">{label}</text>')
+    return _figure(title, 88, parts)
+
+
+def _figure(title: str, height: int, parts: Sequence[str]) -> str:
+    name = escape(title)
+    return (
+        f'<figure><figcaption>{name}</figcaption><svg viewBox="0 0 {_WIDTH} {height}" role="img" '
+        f'aria-label="{name}">{"".join(parts)}</svg></figure>'
+    )

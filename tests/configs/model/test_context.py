@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.configs.model.context import context_length
+from slipstream.configs.model.model_config import context_length
 
 QWEN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 

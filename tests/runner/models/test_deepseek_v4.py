@@ -23,8 +23,8 @@ from slipstream.runner.batch.kv_cache import KVLayout, StepLoad, fitting_block_s
 from slipstream.runner.errors import ModelLoadError
 from slipstream.runner.loading.weights import load_weights, resolve_model
 from slipstream.runner.models.deepseek_v4 import attention
+from slipstream.runner.models.deepseek_v4.model import plain_name
 from slipstream.runner.models.deepseek_v4.moe import Gate
-from slipstream.runner.models.deepseek_v4.names import plain_name
 from slipstream.runner.models.registry import build_model
 from slipstream.runner.models.short_model import short_blocks
 from slipstream.runner.parallel.ranks import Ranks

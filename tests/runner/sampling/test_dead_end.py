@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sampler_harness import Table, rows_of
 
-from slipstream.runner.grammars.dead_end import leaves_no_token
+from slipstream.runner.grammars.grammar import leaves_no_token
 from slipstream.runner.messages import SamplingParams
 from slipstream.runner.sampling.logits_processing import process_logits
 

@@ -15,7 +15,7 @@ from plan_maker import PlanMaker
 from tiny_target import VOCAB, Oracle, TinySetup, make_runner, tiny_llama
 
 from slipstream.configs.graphs import CUDAGraphMode
-from slipstream.runner.batch.staging import StagingPool
+from slipstream.runner.batch.host_copy import StagingPool
 from slipstream.runner.graphs.manager import CudaGraphManager
 from slipstream.runner.messages import SamplingParams
 from slipstream.runner.scheduling.plan import NewRequest, ScheduledRow, StepPlan

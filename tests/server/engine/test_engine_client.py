@@ -29,7 +29,7 @@ from slipstream.server.engine.engine_client import (
     RequestStream,
     WorkerFailed,
 )
-from slipstream.server.engine.worker_watchdog import Watchdog
+from slipstream.server.engine.worker_watch import Watchdog
 from slipstream.server.request_stream import ShutDown
 
 KILL, RAISE, HANG, EXIT = 60_001, 60_002, 60_003, 60_004  # as in fake_engine

@@ -6,7 +6,7 @@ import pytest
 from starlette.datastructures import Headers
 
 from slipstream.server.errors import AuthenticationFailed
-from slipstream.server.http.keys import KeyRing
+from slipstream.server.http.middleware import KeyRing
 
 from ..api_fakes import ScriptedEngine, config_with, http_client, make_app
 

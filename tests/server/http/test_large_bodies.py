@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from slipstream.server import json_size
+from slipstream.server import json_text
 from slipstream.server.errors import InvalidRequest
 from slipstream.server.json_schema.shape import Budget
-from slipstream.server.json_size import too_many
+from slipstream.server.json_text import too_many
 from slipstream.server.openai_types.chat import ChatCompletionRequest
 from slipstream.server.openai_types.completions import CompletionRequest
 from slipstream.server.openai_types.responses import ResponsesRequest
@@ -51,7 +51,7 @@ async def test_body_of_too_many_values_is_refused_before_it_is_parsed(
 
 def test_what_stands_in_texts_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     text = json.dumps({"a": '[{,:"\\' * 400_000, "b": [1, "\\", '"']}).encode()
-    assert text.count(b",") > json_size.MAX_CONTAINERS and too_many(text) is None
+    assert text.count(b",") > json_text.MAX_CONTAINERS and too_many(text) is None
 
 
 @given(
@@ -74,14 +74,14 @@ def test_counts_are_those_of_the_parsed_value(value: Any, piece: int) -> None:
     containers, names = count(value)
     data = json.dumps(value).encode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_size, "_PIECE", piece)
-        patch.setattr(json_size, "MAX_CONTAINERS", containers)
-        patch.setattr(json_size, "MAX_NAMES", names)
+        patch.setattr(json_text, "_PIECE", piece)
+        patch.setattr(json_text, "MAX_CONTAINERS", containers)
+        patch.setattr(json_text, "MAX_NAMES", names)
         assert too_many(data) is None
-        patch.setattr(json_size, "MAX_CONTAINERS", containers - 1)
+        patch.setattr(json_text, "MAX_CONTAINERS", containers - 1)
         assert too_many(data) is not None or not containers
-        patch.setattr(json_size, "MAX_CONTAINERS", containers)
-        patch.setattr(json_size, "MAX_NAMES", names - 1)
+        patch.setattr(json_text, "MAX_CONTAINERS", containers)
+        patch.setattr(json_text, "MAX_NAMES", names - 1)
         assert too_many(data) is not None or not names
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slipstream.configs.schema import REASONING_FORMATS
-from slipstream.server.output.output_parser import OutputParser
+from slipstream.server.output.chat_output import OutputParser
 from slipstream.server.output.reasoning import (
     REASONING_PARSERS,
     ReasoningParser,

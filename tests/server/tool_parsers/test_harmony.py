@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.server.output.output_parser import OutputParser
+from slipstream.server.output.chat_output import OutputParser
 from slipstream.server.tool_parsers import detect_tool_parser, tool_parser_class
 from slipstream.server.tool_parsers.base import (
     ContentDelta,
