@@ -37,7 +37,7 @@ from ..process import EngineOrders, Hosted, end_now
 from ..scheduling.draft_planner import DraftPlanner, plan_drafts
 from ..scheduling.kv_blocks import KVBlocks
 from ..scheduling.plan import StepPlan
-from ..scheduling.policy import step_tokens
+from ..scheduling.policy import BESIDE_DECODES, step_tokens
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.state_snapshots import StateSnapshots
 from ..scheduling.step_time import StepTimes
@@ -314,6 +314,8 @@ def join(runner: ModelRunner, config: Config, lockstep: Lockstep | None = None) 
         chunked=chunked,
         uniform_drafts=facts.device.startswith("cuda"),
         times=StepTimes(max_itl_ms, is_cpu) if is_cpu or max_itl_ms is not None else None,
+        # Who sets the tokens of a step gets them whole.
+        beside_decodes=BESIDE_DECODES if config.scheduler.max_num_batched_tokens is None else None,
     )
     largest = max(facts.kv_groups, key=lambda group: group.num_blocks * group.block_size)
     ready = Ready(

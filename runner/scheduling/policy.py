@@ -16,6 +16,9 @@ from .request import Request
 RowInFlight = tuple[Request, int, ScheduledRow]
 
 CPU_STEP_TOKENS = 256  # about a second on two cores; larger steps are no faster per token
+# Tokens of prompts in a step in which a request decodes, on a GPU. Larger steps are no faster per
+# token. If a few long steps had all prompts, the decodes between them would read the weights alone.
+BESIDE_DECODES = 3072
 
 
 def step_tokens(limits: StepLimits, chunked: bool, is_cpu: bool, num_drafts: int) -> int:
@@ -54,6 +57,15 @@ class RequestQueue:
         index = bisect_left(self._items, request.order, key=lambda item: item.order)
         assert self._items[index] is request
         del self._items[index]
+
+
+def spread(tokens: int, beside_decodes: int | None, running: RequestQueue, width: int) -> int:
+    """At most `tokens` of a step: those of each request that decodes, `width`, and of prompts
+    `beside_decodes`. Without a limit of these, or if no request decodes, all of them."""
+    decodes = 0
+    if beside_decodes is not None:
+        decodes = sum([not request.is_prefilling for request in running])
+    return min(tokens, beside_decodes + decodes * width) if beside_decodes and decodes else tokens
 
 
 @dataclass(frozen=True, slots=True)

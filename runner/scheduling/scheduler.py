@@ -18,7 +18,7 @@ from ..messages import AddRequest, RequestOutput, StepOutputs, StepStats
 from .finish import Verdict, append_tokens, count_outputs, fault, make_output, refusal, take_prompt
 from .kv_blocks import KVBlocks, RequestBlocks
 from .plan import NewBlocks, RowResult, ScheduledRow, StepPlan
-from .policy import RequestQueue, RowInFlight, RowLimits, fill_plan, next_row, prefill_row
+from .policy import RequestQueue, RowInFlight, RowLimits, fill_plan, next_row, prefill_row, spread
 from .prompt_turns import PromptTurns, Room, Shares
 from .request import Request, RequestStatus
 from .saved_states import land_state, save_state, to_border
@@ -45,12 +45,14 @@ class Scheduler:
         chunked: bool = True,
         uniform_drafts: bool = False,
         times: StepTimes | None = None,  # None: the duration of steps is not bounded
+        beside_decodes: int | None = None,  # the most tokens of prompts in a step with decodes
     ) -> None:
         self.kv = kv
         self._snapshots = kv.snapshots  # None: the model has no recurrent states
         self.running, self.waiting = RequestQueue(), RequestQueue()
         self._max_tokens, self._chunked = limits.max_num_batched_tokens, chunked
         self._times = times if chunked else None
+        self._beside_decodes = beside_decodes if chunked else None
         self._max_drafts = num_speculative_tokens
         self._num_lookahead_tokens = num_lookahead_tokens
         self._limits = RowLimits.of(
@@ -151,7 +153,7 @@ class Scheduler:
     def _new_budget(self) -> StepBudget:
         tokens, drafts = self._max_tokens, self._limits.num_speculative_tokens
         if self._times is None:
-            return StepBudget(tokens)
+            return StepBudget(spread(tokens, self._beside_decodes, self.running, drafts + 1))
         return self._times.budget(tokens, self.running, drafts, bool(self.waiting))
 
     def _schedule_running(

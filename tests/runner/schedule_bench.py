@@ -197,6 +197,7 @@ class Bench:
         chunked: bool = True,
         caching: bool = True,
         compile_at_once: bool = True,
+        configured: bool = True,  # whether the user set the tokens of a step
         max_itl_ms: float | None = None,
         **runner_options: object,
     ) -> None:
@@ -210,7 +211,11 @@ class Bench:
         )
         config = Config(
             scheduler=SchedulerConfig(
-                max_num_seqs, max_num_batched_tokens, chunked, async_scheduling, max_itl_ms
+                max_num_seqs,
+                max_num_batched_tokens if configured else None,
+                chunked,
+                async_scheduling,
+                max_itl_ms,
             ),
             cache=CacheConfig(enable_prefix_caching=caching),
         )

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.configs.schema import StepLimits
+from slipstream.runner.engine import engine
 from slipstream.runner.scheduling.kv_blocks import BlockGroup
 from slipstream.runner.scheduling.plan import ScheduledRow
 from slipstream.runner.scheduling.policy import CPU_STEP_TOKENS, batch_order, sort_rows, step_tokens
@@ -43,6 +44,34 @@ def test_rows_are_sorted_into_batch_order_and_equal_rows_keep_theirs(
 )
 def test_step_budget(limits: StepLimits, chunked: bool, is_cpu: bool, expected: int) -> None:
     assert step_tokens(limits, chunked, is_cpu, num_drafts=4) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [120]),
+        ({"configured": False}, [16] * 7 + [8]),
+        ({"configured": False, "chunked": False}, [120]),
+    ],
+)
+def test_prompts_are_spread_over_steps_in_which_requests_decode(
+    options: dict[str, bool], expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, unless the user set the tokens of a step; without decodes, a step takes all."""
+    monkeypatch.setattr(engine, "BESIDE_DECODES", 16)
+    bench = Bench(
+        (BlockGroup(200, 8),), 128, max_num_seqs=16, device="cuda", caching=False,
+        max_num_batched_tokens=160, **options,
+    )  # fmt: skip
+    bench.engine.handle([add(f"first {i}", [1] * 40, max_tokens=30) for i in range(4)])
+    bench.step()
+    bench.engine.handle([add(f"late {i}", [2] * 40, max_tokens=30) for i in range(3)])
+    bench.run()
+    first, *steps = [[row.num_tokens for row in plan.rows] for plan in bench.runner.plans]
+    assert first == [40] * 4
+    prompts = [sum(tokens for tokens in step if tokens > 1) for step in steps]
+    assert [tokens for tokens in prompts if tokens] == expected
+    assert all(step.count(1) >= 4 for step in steps[: len(expected)])
 
 
 def test_a_long_prompt_leaves_gaps_for_aborts_on_a_cpu() -> None:
