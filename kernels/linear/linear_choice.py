@@ -256,11 +256,23 @@ _SHAPES_SMALL = (  # SmolLM2 135M
     Shape("down", 576, 1536),
     Shape("head", 49152, 576),
 )
+_QWEN3_MOE: Mapping[int, Mapping[str, Choice]] = {
+    1: _gemvs(qkv=(2, 1024, 4), o=(4, 2048, 4)),
+    16: _skinny(qkv=(64, 128, 4, 4, 3, 16), o=(64, 256, 3, 4, 4, 16)),
+    32: _skinny(qkv=(64, 128, 4, 4, 3, 32), o=(64, 256, 3, 4, 4, 32)),
+    64: _skinny(qkv=(64, 64, 5, 4, 3, 64), o=(64, 128, 5, 4, 4, 64)),
+    128: _skinny(o=(64, 64, 5, 4, 4, 128)),
+    256: _skinny(o=(64, 64, 5, 4, 4, 256)),
+}
+_SHAPES_QWEN3_MOE = (Shape("qkv", 5120, 2048), Shape("o", 2048, 4096))  # Qwen3-30B-A3B
 
 
 def _table() -> dict[tuple[Shape, int], Choice]:
     table: dict[tuple[Shape, int], Choice] = {}
-    for shapes, by_rows in ((_SHAPES_LARGE, _LARGE), (_SHAPES_SMALL, _SMALL)):
+    measured = (
+        (_SHAPES_LARGE, _LARGE), (_SHAPES_SMALL, _SMALL), (_SHAPES_QWEN3_MOE, _QWEN3_MOE)
+    )  # fmt: skip
+    for shapes, by_rows in measured:
         for shape in shapes:
             for bucket, of_role in by_rows.items():
                 table[shape, bucket] = of_role.get(shape.role)
