@@ -6,9 +6,9 @@
 A chain of layers of Llama 8B's shape with random weights, in a CUDA graph with dependent launches
 as in a real step: first as today, then with `kernels.packed.persistent` in several forms. A line:
 microseconds of a layer, the difference to today's chain, microseconds and bandwidth of the launches
-without attention between them, the relative error against today's chain, and the form. The first
-launch is checked alone: it fails after 0.1 s if its programs do not meet. All kernels are compiled
-first, in parallel processes and without the GPU.
+without attention between them, the relative error against today's chain, and the changes of the
+form and of attention's plan. The first launch is checked alone: it fails after 0.1 s if its
+programs do not meet. All kernels are compiled first, in parallel processes and without the GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from chain_step import BF16, Step
+from chain_step import BF16, Step, planned
 from measure_chain import H200, Bench
 from measure_packed_row import TOLERANCE, make_step
 from torch import Tensor
@@ -37,29 +37,38 @@ from slipstream.kernels.packed.persistent.triton import hopper_row
 from slipstream.kernels.packed.persistent.triton.hopper_row import Form
 
 PATIENCE = 10**8 // 1024  # of the programs, times 1024 cycles
-FORMS: Sequence[dict[str, int]] = (
-    {},
-    {"spans": 16, "stages": 5, "registers": 96, "producer": 24},
-    {"stages": 13},
-    {"fetched": 4},
-    {"early": 0},
-    {"registers": 104},
-    {"stages": 8},
-    {"held": 1},
-    {"stages": 13, "fetched": 2},
-    {"early": 0, "fetched": 4},
-    {"spans": 16, "stages": 6, "registers": 96, "producer": 24},
-    {"spans": 16, "stages": 6, "registers": 96, "producer": 24, "fetched": 4},
-    {"registers": 152},
-    {"stages": 12, "fetched": 8},
+# If the last program of attention sums its splits, the launch starts while attention runs.
+WHOLE = {"last_sums": 4}
+WIDE = {"spans": 16, "stages": 5, "registers": 96, "producer": 24}
+FORMS: Sequence[tuple[dict[str, int], dict[str, int]]] = (  # of the kernel, of attention's plan
+    ({}, {}),
+    ({}, WHOLE),
+    ({}, WHOLE | {"splits": 8}),
+    (WIDE, WHOLE),
+    ({"fetched": 4}, WHOLE),
+    ({"registers": 128}, WHOLE),
+    ({"early": 0}, WHOLE),
+    ({"stages": 13}, WHOLE),
+    ({"stages": 8}, WHOLE),
+    ({"held": 1}, WHOLE),
+    ({}, WHOLE | {"splits": 4}),
+    ({}, WHOLE | {"least_keys": 128, "alone": 128}),
+    ({"fetched": 2}, WHOLE),
+    ({"registers": 104, "fetched": 4}, WHOLE | {"splits": 8}),
+    (WIDE | {"stages": 6}, {}),
+    (WIDE | {"fetched": 4}, WHOLE),
+    ({"stages": 13, "fetched": 4}, {}),
+    ({"registers": 152}, {}),
+    ({"registers": 128}, WHOLE | {"registers": 128}),
 )
 
 
 @contextmanager
-def using(form: Form) -> Iterator[None]:
-    """Inside, models use the kernel in this form."""
+def using(form: Form, plan: dict[str, int]) -> Iterator[None]:
+    """Inside, models use the kernel in this form, and attention with these changes of its plan."""
     multiply = partial(hopper_row.multiply, form=form, patience=PATIENCE)
     with (
+        planned(plan),
         patch.object(row_layer, "USE_ROW_LAYER", True),
         patch.object(hopper_row, "multiply", multiply),
     ):
@@ -114,24 +123,31 @@ def run(bench: Bench, kind: str, count: int, deadline: float) -> None:
         check_alone(layers)
     exact = step.hidden()
     today = bench.time([step.hidden]) / count
+    with planned(WHOLE):
+        whole = bench.time([step.hidden]) / count
     if not bench.is_dry:
         rest = bench.time([step.tokens]) - today * count
-        print(f"{kind:5} today {today:.2f} us a layer, head and rest {rest:.0f} us", flush=True)
+        print(
+            f"{kind:5} today {today:.2f} us a layer, {whole:.2f} if attention's last program sums, "
+            f"head and rest {rest:.0f} us",
+            flush=True,
+        )
     num_bytes = sum(weight.nbytes for layer in layers for weight in weights_of(layer))
     names = [field.name for field in fields(Form)]
-    fastest = float("inf")
-    for changes in FORMS:
+    fastest, alone = float("inf"), dict[Form, float]()
+    for changes, plan in FORMS:
         if time.monotonic() > deadline:
             return
         assert set(changes) <= set(names)
         form = Form(**changes)
         try:
-            with using(form):
+            with using(form, plan):
                 error = bench.error(step.hidden(), exact)
                 us = bench.time([step.hidden]) / count
-            alone = bench.time([partial(launches, layers, form, counter)]) / count
+            if form not in alone:
+                alone[form] = bench.time([partial(launches, layers, form, counter)]) / count
         except Exception as problem:  # a lab script: name it and go on
-            print(f"{kind:5} failed: {changes} {str(problem)[:160]}", flush=True)
+            print(f"{kind:5} failed: {changes} {plan} {str(problem)[:160]}", flush=True)
             if bench.is_dry or "CUDA error" in str(problem):
                 raise
             continue
@@ -139,10 +155,10 @@ def run(bench: Bench, kind: str, count: int, deadline: float) -> None:
             continue
         star = "*" if us < fastest and error < TOLERANCE else " "
         fastest = min(us, fastest)
-        rate = num_bytes / count / max(alone, 1e-9) / 1e6
+        rate = num_bytes / count / alone[form] / 1e6
         print(
-            f"{kind:5} {us:8.2f} {us - today:+8.2f}{star} alone {alone:7.2f} us {rate:.2f} TB/s "
-            f"error {error:.4f} {changes}",
+            f"{kind:5} {us:8.2f} {us - today:+8.2f}{star} alone {alone[form]:7.2f} us "
+            f"{rate:.2f} TB/s error {error:.4f} {changes} {plan}",
             flush=True,
         )
     if not bench.is_dry:

@@ -49,7 +49,8 @@ class Form:
 
     stages: int = 11  # of `spans` times 2 KiB of words
     held: int = 4  # steps whose inputs stay in registers
-    registers: int = 128  # of a thread, on average
+    # Of a thread, on average: a program of attention, which runs before this, fits beside it.
+    registers: int = 112
     producer: int = 40  # registers of a thread of the producer
     fetched: int = 0  # tiles of gate and up of a program that are copied to L2 at the start
     spans: int = 8  # of a step, and warps of the consumer
