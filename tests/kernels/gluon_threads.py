@@ -105,7 +105,7 @@ class Shared:
         self.memory.copy_(box.reshape(-1))
 
     def store(self, value: Tensor) -> None:
-        assert self.shape[-1] == self.panel
+        assert self.shape[-1] <= self.panel
         self.memory.copy_(value.reshape(-1))
 
 
@@ -146,7 +146,7 @@ class Machine:
             num_programs=lambda _: torch.tensor(num_programs), thread_barrier=plain,
             allocate_shared_memory=self._allocate, warp_specialize=self._warp_specialize,
             uint8=torch.uint8, int16=torch.int16, int32=torch.int32, int64=torch.int64,
-            constexpr=constexpr, float32=torch.float32, bfloat16=torch.float32,
+            broadcast=torch.broadcast_tensors, constexpr=constexpr, float32=torch.float32, bfloat16=torch.float32,
             float8e4nv=torch.float8_e4m3fn, abs=torch.abs, div_rn=torch.div,
             full_like=torch.full_like,
             **dict.fromkeys(("BlockedLayout", "SliceLayout", "DotOperandLayout"), plain),

@@ -35,7 +35,7 @@ from ....quant.triton.packed_codes import sum_factor
 from ...kinds import WIDTH
 from ..row_weights import RowLayer
 from .hopper_row_roles import bring_words, multiply_all
-from .hopper_row_steps import INPUT_FACTOR
+from .hopper_row_steps import HEIGHT, INPUT_FACTOR
 
 WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 16, 4))
 BYTES = gl.constexpr(gl.NVMMASharedLayout(0, 8, 2))
@@ -50,9 +50,9 @@ class Form:
     stages: int = 11  # of `spans` times 2 KiB of words
     held: int = 4  # steps whose inputs stay in registers
     # Of a thread, on average: a program of attention, which runs before this, fits beside it.
-    registers: int = 112
+    registers: int = 120
     producer: int = 40  # registers of a thread of the producer
-    fetched: int = 0  # tiles of gate and up of a program that are copied to L2 at the start
+    flying: int = 4  # stages that are on their way at the same time
     spans: int = 8  # of a step, and warps of the consumer
     early: int = 1  # 1 = the next kernel may start while this one runs, 0 = near its end
 
@@ -61,14 +61,12 @@ class Form:
 def _hopper_row_kernel(
     o, o_scales, o_channel, o_outputs, o_zeros,
     gate_up, gate_up_scales, gate_up_channel, gate_up_outputs, gate_up_zeros,
-    gate_up_words,
     down, down_scales, down_channel, down_outputs, down_zeros,
     qkv, qkv_scales, qkv_channel, qkv_outputs, qkv_zeros,
     x,  # [heads * head_dim], what attention computed
     residual,  # [H], the stream before attention
     gain,  # [H], weight of the norm before gate and up
-    middle,  # [H], the stream after attention
-    normed,  # [H], that times the norm's weight
+    normed,  # [H], the stream after attention times the norm's weight
     inner,  # [I], what down multiplies
     next_gain,  # [H], weight of the norm before the next layer's qkv
     stream,  # [H], the stream after the layer
@@ -81,6 +79,7 @@ def _hopper_row_kernel(
     patience,  # times 1024 cycles
     TILES: gl.constexpr,  # of the four products
     STEPS: gl.constexpr,  # of a tile
+    TURNS: gl.constexpr,  # a power of 2, at least the tiles of a program
     GROUPS: gl.constexpr,  # in a span; 0 = scales of whole rows
     ZEROS: gl.constexpr,
     SLICES: gl.constexpr,
@@ -90,8 +89,7 @@ def _hopper_row_kernel(
     SPANS: gl.constexpr,
     STAGES: gl.constexpr,
     HELD: gl.constexpr,
-    FIRST: gl.constexpr,  # of a program's tiles of gate and up that does not fit into the stages
-    FETCHED: gl.constexpr,  # tiles from there on that are copied to L2
+    FLYING: gl.constexpr,
     EARLY: gl.constexpr,
     SCALE: gl.constexpr,  # type of the scales of groups
     PRODUCER: gl.constexpr,
@@ -106,27 +104,40 @@ def _hopper_row_kernel(
         z_ring = gl.allocate_shared_memory(gl.uint8, [STAGES * 2, SPANS * GROUPS, 16], BYTES)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    FLAT_ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    of_o = gl.allocate_shared_memory(gl.float32, [TURNS[0], HEIGHT], FLAT_ROWS)
+    of_gate_up = of_o
+    of_down = of_o
+    of_qkv = of_o
+    if GROUPS == 0:
+        of_gate_up = gl.allocate_shared_memory(gl.float32, [TURNS[1], HEIGHT], FLAT_ROWS)
+        of_down = gl.allocate_shared_memory(gl.float32, [TURNS[2], HEIGHT], FLAT_ROWS)
+        of_qkv = gl.allocate_shared_memory(gl.float32, [TURNS[3], HEIGHT], FLAT_ROWS)
+    gains = gl.allocate_shared_memory(gl.float32, [TURNS[0], HEIGHT], FLAT_ROWS)
+    next_gains = gl.allocate_shared_memory(gl.float32, [TURNS[2], HEIGHT], FLAT_ROWS)
+    streams = gl.allocate_shared_memory(gl.float32, [TURNS[0], HEIGHT], FLAT_ROWS)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
     fence_async_shared()
     products = (
         (o, o_scales, o_channel, o_outputs, o_zeros),
-        (gate_up, gate_up_scales, gate_up_channel, gate_up_outputs, gate_up_zeros, gate_up_words),
+        (gate_up, gate_up_scales, gate_up_channel, gate_up_outputs, gate_up_zeros),
         (down, down_scales, down_channel, down_outputs, down_zeros),
         (qkv, qkv_scales, qkv_channel, qkv_outputs, qkv_zeros),
     )
     gl.warp_specialize(
         [
             (multiply_all, (
-                products[0], products[1], products[2], products[3], x, residual, gain, middle,
-                normed, inner, next_gain, stream, next_normed, out, squares, counter, eps, next_eps,
-                patience, w_ring, s_ring, z_ring, full, empty, TILES, STEPS, GROUPS, ZEROS, SLICES,
-                FACTORS, SIZES, PROGRAMS, SPANS, STAGES, HELD, SCALE, EARLY, PDL,
+                products[0], products[1], products[2], products[3], x, residual, gain, normed,
+                inner, next_gain, stream, next_normed, out, squares, counter, eps, next_eps,
+                patience, w_ring, s_ring, z_ring, full, empty, of_o, of_gate_up, of_down, of_qkv,
+                gains, next_gains, streams, TILES, STEPS, TURNS, GROUPS, ZEROS, SLICES, FACTORS,
+                SIZES, PROGRAMS, SPANS, STAGES, HELD, SCALE, EARLY, PDL,
             )),
             (bring_words, (
                 products[0], products[1], products[2], products[3], w_ring, s_ring, z_ring, full,
-                empty, TILES, STEPS, GROUPS, ZEROS, SPANS, STAGES, FIRST, FETCHED,
+                empty, TILES, STEPS, GROUPS, ZEROS, SPANS, STAGES, FLYING,
             )),
         ],
         [1],
@@ -154,8 +165,7 @@ def multiply(
         programs = 4 if card is None else card.num_processors
     padded = triton.next_power_of_2(programs)
     groups = 0 if layer.o.group >= layer.o.columns else slices * WIDTH // layer.o.group
-    rows = x.new_empty(4, hidden)
-    middle, normed, stream, next_normed = rows
+    normed, stream, next_normed = x.new_empty(3, hidden)
     out = x.new_empty(1, outputs) if outputs else x
     next_gain, next_eps = layer.norm if layer.next_norm is None else layer.next_norm
     arguments: list[Any] = []
@@ -164,14 +174,12 @@ def multiply(
     tiles = (hidden // 16, inner // 8, hidden // 16, outputs // 16)
     columns = slices * WIDTH * form.spans  # of a step
     steps = tuple(triton.cdiv(weight.shape[1], columns) for weight in weights)
-    first = max(0, form.stages - triton.cdiv(tiles[0], programs) * steps[0]) // steps[1]
-    whole = hidden % columns == 0  # else rows are shorter than steps
+    turns = tuple(triton.next_power_of_2(max(1, triton.cdiv(count, programs))) for count in tiles)
     _hopper_row_kernel[(programs,)](
         *arguments,
         x,
         residual,
         layer.norm[0],
-        middle,
         normed,
         x.new_empty(inner),
         next_gain,
@@ -185,6 +193,7 @@ def multiply(
         patience,
         TILES=tiles,
         STEPS=steps,
+        TURNS=turns,
         GROUPS=groups,
         ZEROS=layer.o.zeros is not None,
         SLICES=slices,
@@ -194,8 +203,7 @@ def multiply(
         SPANS=form.spans,
         STAGES=form.stages,
         HELD=form.held,
-        FIRST=first,
-        FETCHED=form.fetched if whole else 0,
+        FLYING=min(form.flying, form.stages),
         EARLY=form.early,
         SCALE=_TRITON_DTYPES[layer.o.scales.dtype] if groups else gl.int16,
         PRODUCER=form.producer,
@@ -221,8 +229,7 @@ def _product(weight: TiledWeight, gated: bool, groups: int, spans: int) -> list[
     zeros: Any = words
     if weight.zeros is not None:
         zeros = TensorDescriptor.from_tensor(weight.zeros, [spans * groups, 16], BYTES.value)
-    known = [source, factors, words if groups else scales, blocks[1] if gated else count, zeros]
-    return [*known, words] if gated else known
+    return [source, factors, words if groups else scales, blocks[1] if gated else count, zeros]
 
 
 hash_functions(globals())

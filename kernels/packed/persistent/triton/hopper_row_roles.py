@@ -24,21 +24,13 @@ from .hopper_row_steps import HEIGHT, add_step, excess_of, halves, input_of, tak
 from .meet_programs import meet_programs
 
 LOG2E = gl.constexpr(1.4426950408889634)
-# Only one lane copies, as the others would copy the same.
-FETCH = gl.constexpr("""{
-.reg .pred p; .reg .b32 lane;
-mov.u32 lane, %laneid;
-setp.eq.u32 p, lane, 0;
-@p cp.async.bulk.prefetch.L2.global [$1], $2;
-mov.u32 $0, 0;
-}""")
 
 
 @gluon.jit
 def _copy_tiles(
     product, w_ring, s_ring, z_ring, full, empty, fill, tiles,
     STEPS: gl.constexpr, GATED: gl.constexpr, GROUPS: gl.constexpr, ZEROS: gl.constexpr,
-    SPANS: gl.constexpr, STAGES: gl.constexpr,
+    SPANS: gl.constexpr, STAGES: gl.constexpr, FLYING: gl.constexpr,
 ):  # fmt: skip
     BYTES: gl.constexpr = SPANS * HEIGHT * (128 + GROUPS * (4 if ZEROS else 2))
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
@@ -49,6 +41,10 @@ def _copy_tiles(
             slot, phase = fill % STAGES, (fill // STAGES) & 1
             ready = full.index(slot)
             mbarrier.wait(empty.index(slot), phase ^ 1)
+            before = fill - FLYING
+            mbarrier.wait(
+                full.index((before + STAGES) % STAGES), (before // STAGES) & 1, pred=before >= 0
+            )  # fmt: skip
             mbarrier.expect(ready, BYTES)
             tma.async_copy_global_to_shared(
                 product[0], [step * SPANS, block, row, 0], ready, w_ring.index(slot)
@@ -70,45 +66,56 @@ def _copy_tiles(
 
 
 @gluon.jit
-def fetch(pointer, size):
-    """Copy bytes, a multiple of 16, to L2."""
-    gl.inline_asm_elementwise(
-        FETCH, "=r,l,r", [pointer, size], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _fetch_tiles(words, num_outputs, tiles, FIRST: gl.constexpr, COUNT: gl.constexpr,
-                 WIDTH: gl.constexpr):  # fmt: skip
-    """Copy words of gate and up, WIDTH a row, to L2: COUNT of this program's tiles from its FIRST
-    on."""
-    for turn in gl.static_range(COUNT):
-        tile = gl.program_id(0) + (FIRST + turn) * gl.num_programs(0)
-        if tile < tiles:
-            at = words + gl.cast(tile, gl.int64) * (8 * WIDTH)
-            fetch(at, 8 * WIDTH * 2)
-            fetch(at + gl.cast(num_outputs, gl.int64) * WIDTH, 8 * WIDTH * 2)
-
-
-@gluon.jit
 def bring_words(
     o, gate_up, down, qkv, w_ring, s_ring, z_ring, full, empty,
     TILES: gl.constexpr, STEPS: gl.constexpr, GROUPS: gl.constexpr, ZEROS: gl.constexpr,
-    SPANS: gl.constexpr, STAGES: gl.constexpr, FIRST: gl.constexpr, FETCHED: gl.constexpr,
+    SPANS: gl.constexpr, STAGES: gl.constexpr, FLYING: gl.constexpr,
 ):  # fmt: skip
     """The producer: copies the words and scales of all products, as far ahead as there is memory.
 
-    No kernel writes them, so it waits for nothing else. The first tiles that do not fit into shared
-    memory are copied to L2, because the first product may have to wait for attention.
+    No kernel writes them, so it waits for nothing else. At most FLYING steps are on their way, or
+    what other warps read would queue behind them.
     """
     ring = w_ring, s_ring, z_ring, full, empty
-    _fetch_tiles(gate_up[5], gate_up[3], TILES[1], FIRST, FETCHED, STEPS[1] * SPANS * 64)
     fill = 0  # steps copied
-    fill = _copy_tiles(o, *ring, fill, TILES[0], STEPS[0], False, GROUPS, ZEROS, SPANS, STAGES)
-    fill = _copy_tiles(gate_up, *ring, fill, TILES[1], STEPS[1], True, GROUPS, ZEROS, SPANS, STAGES)
-    fill = _copy_tiles(down, *ring, fill, TILES[2], STEPS[2], False, GROUPS, ZEROS, SPANS, STAGES)
+    fill = _copy_tiles(
+        o, *ring, fill, TILES[0], STEPS[0], False, GROUPS, ZEROS, SPANS, STAGES, FLYING
+    )  # fmt: skip
+    fill = _copy_tiles(
+        gate_up, *ring, fill, TILES[1], STEPS[1], True, GROUPS, ZEROS, SPANS, STAGES, FLYING
+    )  # fmt: skip
+    fill = _copy_tiles(
+        down, *ring, fill, TILES[2], STEPS[2], False, GROUPS, ZEROS, SPANS, STAGES, FLYING
+    )  # fmt: skip
     if TILES[3] > 0:
-        _copy_tiles(qkv, *ring, fill, TILES[3], STEPS[3], False, GROUPS, ZEROS, SPANS, STAGES)
+        _copy_tiles(
+            qkv, *ring, fill, TILES[3], STEPS[3], False, GROUPS, ZEROS, SPANS, STAGES, FLYING
+        )  # fmt: skip
+
+
+@gluon.jit
+def _keep(
+    kept, source, tiles, num_outputs,
+    TURNS: gl.constexpr, GATED: gl.constexpr, SPANS: gl.constexpr,
+):  # fmt: skip
+    """Load what belongs to the weight rows of this program's tiles into kept [TURNS, HEIGHT].
+
+    All at once, because a load behind words on their way takes as long as these.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [SPANS, 1], [1, 0])
+    turn = gl.arange(0, TURNS, layout=gl.SliceLayout(1, layout))
+    row = gl.arange(0, HEIGHT, layout=gl.SliceLayout(0, layout))
+    tile = gl.program_id(0) + turn * gl.num_programs(0)
+    if GATED:
+        n = tile[:, None] * 8 + (row % 8 + row // 8 * num_outputs)[None, :]
+    else:
+        n = tile[:, None] * HEIGHT + row[None, :]
+    inside = gl.broadcast((tile < tiles)[:, None], n)[0]
+    values = gl.load(source + n, mask=inside, other=0.0).to(gl.float32)
+    whole = kept._reinterpret(
+        gl.float32, [TURNS, HEIGHT], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    )  # fmt: skip
+    whole.store(values)
 
 
 @gluon.jit
@@ -121,23 +128,23 @@ def _norm_scale(squares, size, eps, PROGRAMS: gl.constexpr, SPANS: gl.constexpr)
 
 @gluon.jit
 def _multiply(
-    product, x, size, squares, eps, out, residual, gain, normed, tiles,
+    product, x, size, squares, eps, out, normed, factors, gains, streams, tiles,
     w_tiles, s_tiles, z_tiles, full, empty, fill, total, words, scales,
     STEPS: gl.constexpr, MODE: gl.constexpr, GROUPS: gl.constexpr, ZEROS: gl.constexpr,
-    SLICES: gl.constexpr,
-    FACTORS: gl.constexpr, SUMS: gl.constexpr, SPANS: gl.constexpr, STAGES: gl.constexpr,
-    HELD: gl.constexpr, PROGRAMS: gl.constexpr,
+    SLICES: gl.constexpr, FACTORS: gl.constexpr, SUMS: gl.constexpr, SPANS: gl.constexpr,
+    STAGES: gl.constexpr, HELD: gl.constexpr, PROGRAMS: gl.constexpr,
 ):  # fmt: skip
     """Compute this program's tiles of a product with x [size]; of modes 0 and 1, with the norm of
     x, which has its weight already.
 
-    MODE 0: store the sums; 1: store silu(gate) * up; 2: store what is residual + the sums, and that
-    times the norm's weight. `words` and `scales` are those of step `fill` of `total`; the next ones
-    are loaded while these are multiplied. Returns the same for the next step, and [HEIGHT] sums of
-    squares of what mode 2 stored. The inputs of up to HELD steps stay in registers.
+    MODE 0: store the sums; 1: store silu(gate) * up; 2 and 3: add the sums to the stream, and store
+    it times the norm's weight; 3: store it, too. `factors`, `gains` and `streams` hold the factors
+    of whole rows, the norm's weight and the stream at this program's tiles. `words` and `scales`
+    are those of step `fill` of `total`; the next ones are loaded while these are multiplied.
+    Returns the same for the next step, and [HEIGHT] sums of squares of the stream. The inputs of
+    up to HELD steps stay in registers.
     """
     ROWS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, SUMS))
-    channel, num_outputs = product[2], product[3]
     dtype: gl.constexpr = out.dtype.element_ty
     none = gl.zeros([SPANS, HEIGHT, 8], gl.float32, layout=SUMS)
     row = gl.arange(0, HEIGHT, layout=ROWS)
@@ -150,19 +157,9 @@ def _multiply(
             xs += (input_of(x, step, size, SLICES, SUMS, SPANS),)
             excesses += (excess_of(xs[step], GROUPS, ZEROS, SUMS, SPANS),)
     scale = 1.0
-    if MODE != 2:
+    if MODE < 2:
         scale = _norm_scale(squares, size, eps, PROGRAMS, SPANS)
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        n = tile * HEIGHT + row
-        if MODE == 1:
-            n = tile * 8 + row % 8 + row // 8 * num_outputs
-        factor = gl.full([HEIGHT], 1.0, gl.float32, layout=ROWS)
-        if GROUPS == 0:
-            factor = gl.load(channel + n).to(gl.float32)
-        before, weight = factor, factor
-        if MODE == 2:
-            before = gl.load(residual + n).to(gl.float32)
-            weight = gl.load(gain + n).to(gl.float32)
+    for turn in range(_count_tiles(tiles)):
         sums = none, none, none, none
         if GROUPS == 0:
             sums = none, none
@@ -188,41 +185,44 @@ def _multiply(
                 even = excess_of(x_now, GROUPS, ZEROS, SUMS, SPANS)
                 sums = add_step(sums, now, now_scales, x_now, even, GROUPS, ZEROS)
                 x_now = x_next
-        y = total_of(sums, SLICES, FACTORS, SUMS) * factor * scale
+        y = total_of(sums, SLICES, FACTORS, SUMS) * scale
+        if GROUPS == 0:
+            y = y * factors.index(turn).load(ROWS)
+        tile = gl.program_id(0) + turn * gl.num_programs(0)
+        n = tile * HEIGHT + row
         if MODE == 1:
             gate, up = halves(y)
-            own, below = halves(n)
+            own, below = halves(tile * 8 + row)
             gl.store(out + own, (gate / (1.0 + gl.exp2(-LOG2E * gate)) * up).to(dtype))
-        elif MODE == 2:
-            stream = (y + before).to(dtype)
-            gl.store(out + n, stream)
-            wide = stream.to(gl.float32)
-            added += wide * wide
-            gl.store(normed + n, (wide * weight).to(dtype))
-        else:
+        elif MODE == 0:
             gl.store(out + n, y.to(dtype))
+        else:
+            stream = (y + streams.index(turn).load(ROWS)).to(dtype)
+            if MODE == 3:
+                gl.store(out + n, stream)
+            wide = stream.to(gl.float32)
+            streams.index(turn).store(wide)
+            added += wide * wide
+            gl.store(normed + n, (wide * gains.index(turn).load(ROWS)).to(dtype))
     return fill, words, scales, added
 
 
 @gluon.jit
-def _count_steps(TILES: gl.constexpr, STEPS: gl.constexpr):
-    """The steps of this program in all products."""
-    total = 0
-    programs, program = gl.num_programs(0), gl.program_id(0)
-    for i in gl.static_range(4):
-        total += (TILES[i] + programs - 1 - program) // programs * STEPS[i]
-    return total
+def _count_tiles(tiles):
+    """The tiles of this program."""
+    programs = gl.num_programs(0)
+    return (tiles + programs - 1 - gl.program_id(0)) // programs
 
 
 @gluon.jit
 def multiply_all(
-    o, gate_up, down, qkv, x, residual, gain, middle, normed, inner, next_gain, stream, next_normed,
+    o, gate_up, down, qkv, x, residual, gain, normed, inner, next_gain, stream, next_normed,
     out, squares, counter, eps, next_eps, patience, w_ring, s_ring, z_ring, full, empty,
-    TILES: gl.constexpr, STEPS: gl.constexpr, GROUPS: gl.constexpr, ZEROS: gl.constexpr,
-    SLICES: gl.constexpr,
-    FACTORS: gl.constexpr, SIZES: gl.constexpr, PROGRAMS: gl.constexpr, SPANS: gl.constexpr,
-    STAGES: gl.constexpr, HELD: gl.constexpr, SCALE: gl.constexpr, EARLY: gl.constexpr,
-    PDL: gl.constexpr,
+    o_factors, gate_up_factors, down_factors, qkv_factors, gains, next_gains, streams,
+    TILES: gl.constexpr, STEPS: gl.constexpr, TURNS: gl.constexpr, GROUPS: gl.constexpr,
+    ZEROS: gl.constexpr, SLICES: gl.constexpr, FACTORS: gl.constexpr, SIZES: gl.constexpr,
+    PROGRAMS: gl.constexpr, SPANS: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
+    SCALE: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The consumer, of as many warps as a step has spans: computes one product after the other."""
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [SPANS, 1, 1], [1, 16, 8])
@@ -242,30 +242,40 @@ def multiply_all(
     ring = w_tiles, s_tiles, z_tiles, full, empty
     program = gl.program_id(0)
     hidden = SIZES[1]
-    total = _count_steps(TILES, STEPS)
+    total = 0
+    for i in gl.static_range(4):
+        total += _count_tiles(TILES[i]) * STEPS[i]
+    _keep(gains, gain, TILES[0], 0, TURNS[0], False, SPANS)
+    _keep(next_gains, next_gain, TILES[2], 0, TURNS[2], False, SPANS)
+    if GROUPS == 0:
+        _keep(o_factors, o[2], TILES[0], 0, TURNS[0], False, SPANS)
+        _keep(gate_up_factors, gate_up[2], TILES[1], gate_up[3], TURNS[1], True, SPANS)
+        _keep(down_factors, down[2], TILES[2], 0, TURNS[2], False, SPANS)
+        _keep(qkv_factors, qkv[2], TILES[3], 0, TURNS[3], False, SPANS)
     fill = 0  # steps multiplied
     words, scales = take(*ring, fill, total, GROUPS, ZEROS, SUMS, SPANS, STAGES)
     if PDL:
         gdc_wait()
         if EARLY:
             gdc_launch_dependents()
+    _keep(streams, residual, TILES[0], 0, TURNS[0], False, SPANS)
     fill, words, scales, own = _multiply(
-        o, x, SIZES[0], squares, eps, middle, residual, gain, normed, TILES[0], *ring,
-        fill, total, words, scales,
+        o, x, SIZES[0], squares, eps, normed, normed, o_factors, gains, streams, TILES[0],
+        *ring, fill, total, words, scales,
         STEPS[0], 2, GROUPS, ZEROS, SLICES, FACTORS, SUMS, SPANS, STAGES, HELD, PROGRAMS,
     )  # fmt: skip
     gl.store(squares + program, gl.sum(own, 0))
     meet_programs(counter, patience)
     fill, words, scales, none = _multiply(
-        gate_up, normed, hidden, squares, eps, inner, inner, inner, inner, TILES[1], *ring,
-        fill, total, words, scales,
+        gate_up, normed, hidden, squares, eps, inner, inner, gate_up_factors, gains, streams,
+        TILES[1], *ring, fill, total, words, scales,
         STEPS[1], 1, GROUPS, ZEROS, SLICES, FACTORS, SUMS, SPANS, STAGES, HELD, PROGRAMS,
     )  # fmt: skip
     meet_programs(counter, patience)
     fill, words, scales, own = _multiply(
-        down, inner, SIZES[2], squares, eps, stream, middle, next_gain, next_normed, TILES[2],
-        *ring, fill, total, words, scales,
-        STEPS[2], 2, GROUPS, ZEROS, SLICES, FACTORS, SUMS, SPANS, STAGES, HELD, PROGRAMS,
+        down, inner, SIZES[2], squares, eps, stream, next_normed, down_factors, next_gains, streams,
+        TILES[2], *ring, fill, total, words, scales,
+        STEPS[2], 3, GROUPS, ZEROS, SLICES, FACTORS, SUMS, SPANS, STAGES, HELD, PROGRAMS,
     )  # fmt: skip
     if PDL and not EARLY:
         gdc_launch_dependents()
@@ -274,8 +284,8 @@ def multiply_all(
         gl.store(following + program, gl.sum(own, 0))
         meet_programs(counter, patience)
         _multiply(
-            qkv, next_normed, hidden, following, next_eps, out, out, out, out, TILES[3], *ring,
-            fill, total, words, scales,
+            qkv, next_normed, hidden, following, next_eps, out, out, qkv_factors, gains, streams,
+            TILES[3], *ring, fill, total, words, scales,
             STEPS[3], 0, GROUPS, ZEROS, SLICES, FACTORS, SUMS, SPANS, STAGES, HELD, PROGRAMS,
         )  # fmt: skip
 
