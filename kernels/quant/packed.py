@@ -13,11 +13,14 @@ from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-Kind: TypeAlias = Literal["fp8", "int8", "int4", "fp4"]
+Kind: TypeAlias = Literal["fp8", "int8", "int4", "fp4", "int5", "int6"]
 Activations: TypeAlias = Literal["16bit", "fp8-token", "fp8-block", "int8-token", "fp8-static"]
 NIBBLES = ("int4", "fp4")  # kinds with two codes in a byte
-SYMMETRIC_ZERO = {"int4": 8, "int8": 0}  # the zero of a weight without `zeros` and `offsets`
+HIGH_BITS = {"int5": 1, "int6": 2}  # kinds with a second plane, and its bits of a code
+# The zero of a weight without `zeros` and `offsets`.
+SYMMETRIC_ZERO = {"int4": 8, "int5": 16, "int6": 32, "int8": 0}
 BLOCK = 128  # rows and columns of a block of fp8 values that share a scale
 SUPER = 256  # columns that share a super scale
 _PIECE_VALUES = 1 << 24  # values dequantised at once, so that float32 copies stay small
@@ -25,7 +28,7 @@ _PIECE_VALUES = 1 << 24  # values dequantised at once, so that float32 copies st
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """One matrix [N, K] of 4 or 8-bit codes with scales. Fields that are None count as absent.
+    """One matrix [N, K] of codes of 4, 5, 6 or 8 bits with scales. Fields that are None count as absent.
 
     `kind` says what `values` holds:
 
@@ -34,6 +37,8 @@ class PackedWeight:
     - "int4": uint8 [N, ceil(K / 2)], two codes 0 to 15 in a byte, the even column in the low
       nibble. Without `zeros` and `offsets` the value of a code q is (q - 8) * scale.
     - "fp4": uint8 [N, ceil(K / 2)], two e2m1 numbers in a byte in the same order.
+    - "int5" and "int6": the low 4 bits of codes as of "int4"; `high` has the other bit or two.
+      Without `offsets` the value of a code q is (q - 16) * scale, or (q - 32) * scale.
     """
 
     kind: Kind
@@ -51,14 +56,20 @@ class PackedWeight:
     activations: Activations = "16bit"  # what the checkpoint asks for
     input_scale: Tensor | None = None  # [] float32, of "fp8-static": x / input_scale is cast to fp8
     # [N, ceil(K / 256)] float16, multiplied with the scales and the offsets, which are integers of
-    # 8 bits then; "int4" and "int8" only
+    # 8 bits then; not of kinds of floats
     super_scales: Tensor | None = None
     super_offsets: Tensor | None = None  # with `super_scales` and `offsets`
+    # of "int5" and "int6": uint8 [N, ceil(K / 8)] or [N, ceil(K / 4)], the bits above the low 4 of
+    # codes, those of the first column lowest
+    high: Tensor | None = None
 
     def __post_init__(self) -> None:
         rows, columns = self.shape
-        stored = -(-columns // 2) if self.kind in NIBBLES else columns
+        stored = columns if self.kind in ("fp8", "int8") else -(-columns // 2)
         assert self.values.shape == (rows, stored), (self.kind, self.values.shape, columns)
+        assert (self.high is None) == (self.kind not in HIGH_BITS)
+        if self.high is not None:
+            assert self.high.shape == (rows, -(-columns * HIGH_BITS[self.kind] // 8))
         grid = (-(-rows // self.row_group), -(-columns // self.group))
         assert self.scales.shape == grid, (self.scales.shape, grid)
         assert self.row_group == 1 or self.zeros is self.offsets is None
@@ -87,7 +98,7 @@ class PackedWeight:
         fields = (
             *(self.values, self.scales, self.zeros, self.offsets),
             *(self.global_scale, self.order, self.input_scale, self.super_scales),
-            self.super_offsets,
+            *(self.super_offsets, self.high),
         )
         return tuple(field for field in fields if field is not None)
 
@@ -129,6 +140,7 @@ class PackedWeight:
             global_scale=cut(self.global_scale),
             super_scales=cut(self.super_scales),
             super_offsets=cut(self.super_offsets),
+            high=cut(self.high),
         )
 
     def one_level(self) -> PackedWeight:
@@ -153,7 +165,7 @@ class PackedWeight:
 
     def _numbers(self, at: slice | Tensor) -> Tensor:
         """Rows `at` in float32, in the order of input features."""
-        codes = self._codes(_taken(self.values, at))
+        codes = self._codes(at)
         wide = self._wide_scales(at)
         if self.zeros is not None:
             codes = codes - self._spread(self.zeros[at])
@@ -168,12 +180,15 @@ class PackedWeight:
             numbers = ordered
         return numbers
 
-    def _codes(self, values: Tensor) -> Tensor:
-        """Stored values [n, ...] as float32 [n, K]."""
-        if self.kind not in NIBBLES:
+    def _codes(self, at: slice | Tensor) -> Tensor:
+        """The stored values of rows `at` as float32 [n, K]."""
+        values = _taken(self.values, at)
+        if self.kind in ("fp8", "int8"):
             return values.float()
         codes = torch.stack((values & 15, values >> 4), -1).flatten(1)[:, : self.columns]
-        return codes.float() if self.kind == "int4" else e2m1_numbers(codes)
+        if self.high is not None:
+            codes |= unpack_bits(self.high[at], HIGH_BITS[self.kind])[:, : self.columns] << 4
+        return e2m1_numbers(codes) if self.kind == "fp4" else codes.float()
 
     def _wide_scales(self, at: slice | Tensor) -> Tensor:
         """The scales of rows `at` in float32, [n, ceil(K / group)]."""
@@ -232,6 +247,22 @@ def _taken(tensor: Tensor, at: slice | Tensor) -> Tensor:
     return tensor.view(torch.uint8)[at].view(tensor.dtype)
 
 
+def pack_bits(codes: Tensor, bits: int) -> Tensor:
+    """Codes [n, K] uint8 of 1, 2 or 4 bits, the first lowest: uint8 [n, ceil(K * bits / 8)]."""
+    count = 8 // bits
+    padded = functional.pad(codes, (0, -codes.shape[1] % count)).view(codes.shape[0], -1, count)
+    packed = torch.zeros_like(padded[..., 0])
+    for index in range(count):
+        packed |= padded[..., index] << index * bits
+    return packed
+
+
+def unpack_bits(packed: Tensor, bits: int) -> Tensor:
+    """The codes of `pack_bits`: [n, 8 / bits times the bytes]."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
+    return (packed.unsqueeze(-1) >> shifts & (1 << bits) - 1).view(len(packed), -1)
+
+
 def e2m1_numbers(codes: Tensor) -> Tensor:
     """The numbers of 4-bit codes: sign, two bits of exponent, one of mantissa. Returns float32."""
     exponent, mantissa = codes >> 1 & 3, (codes & 1).float()
@@ -283,5 +314,6 @@ def concatenate(parts: Sequence[PackedWeight]) -> PackedWeight:
         global_scale=joined("global_scale"),
         super_scales=joined("super_scales"),
         super_offsets=joined("super_offsets"),
+        high=joined("high"),
         input_scale=torch.stack(inputs).amax() if inputs else None,
     )

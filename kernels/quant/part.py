@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .packed import NIBBLES, SUPER, PackedWeight, concatenate
+from .packed import HIGH_BITS, NIBBLES, SUPER, PackedWeight, concatenate
 
 _BYTES = torch.uint8
 _GROUPS = (64, 32, 16)  # sizes that larger groups of columns can be split into
@@ -41,6 +41,7 @@ def _rows(weight: PackedWeight, start: int, stop: int) -> PackedWeight:
         global_scale=cut(weight.global_scale),
         super_scales=cut(weight.super_scales),
         super_offsets=cut(weight.super_offsets),
+        high=cut(weight.high),
     )
 
 
@@ -53,13 +54,18 @@ def columns_of(weight: PackedWeight, start: int, stop: int) -> PackedWeight | No
     """
     if weight.order is not None:
         return None
-    codes = 2 if weight.kind in NIBBLES else 1
-    if start % codes or (stop % codes and stop != weight.columns):
+    bits = HIGH_BITS.get(weight.kind, 4 if weight.kind in NIBBLES else 8)  # of the smallest plane
+    if start * bits % 8 or (stop * bits % 8 and stop != weight.columns):
         return None
-    values = weight.values[:, start // codes : -(-stop // codes)].contiguous()
+
+    def bytes_of(plane: Tensor, bits: int) -> Tensor:
+        return plane[:, start * bits // 8 : -(-stop * bits // 8)].contiguous()
+
+    values = bytes_of(weight.values, max(bits, 4))
+    high = None if weight.high is None else bytes_of(weight.high, bits)
     if weight.group >= weight.columns:
         size = stop - start
-        return replace(weight, values=values, columns=size, group=size)
+        return replace(weight, values=values, high=high, columns=size, group=size)
     group, last = weight.group, stop == weight.columns
     if start % SUPER or (stop % SUPER and not last):
         weight = weight.one_level()
@@ -85,6 +91,7 @@ def columns_of(weight: PackedWeight, start: int, stop: int) -> PackedWeight | No
         offsets=cut(weight.offsets),
         super_scales=cut(weight.super_scales, SUPER),
         super_offsets=cut(weight.super_offsets, SUPER),
+        high=high,
     )
 
 
@@ -129,4 +136,5 @@ def with_empty_rows(weight: PackedWeight, num_rows: int) -> PackedWeight:
         global_scale=fill(weight.global_scale),
         super_scales=fill(weight.super_scales),
         super_offsets=fill(weight.super_offsets),
+        high=fill(weight.high),
     )

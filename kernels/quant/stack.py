@@ -22,6 +22,7 @@ def _row_fields(weight: Weight) -> dict[str, tuple[Tensor, int, int]]:
         "global_scale": (0, 1),
         "super_scales": (int(tiled), 1),
         "super_offsets": (int(tiled), 1),
+        "high": (0, 1),
     }
     if tiled:
         names["factors"] = (0, 64)

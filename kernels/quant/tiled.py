@@ -15,7 +15,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..device import card_of, use_triton
-from .packed import NIBBLES, Activations, Kind, PackedWeight
+from .packed import HIGH_BITS, NIBBLES, Activations, Kind, PackedWeight
+from .planes import WIDTH as PLANE_WIDTH
+from .planes import (
+    STEP_SLICES,
+    by_group,
+    has_small_planes,
+    plane_values,
+    plane_words,
+    side_by_side,
+    words_of_row,
+)
 
 # Bits of a word at which the code of each slice of "fp4" has its fields, of 3 bits, and its sign.
 FP4_FIELDS, FP4_SIGNS = (6, 3, 0, 12), (15, 11, 9, 10)
@@ -30,6 +40,9 @@ class TiledWeight:
     A span of `slices * slice_width` columns is `slice_width` words. Bits i * 16 / slices and up of
     word j hold the code of column i * slice_width + j of the span; of "fp4", `FP4_FIELDS` and
     `FP4_SIGNS` say which bits. K is padded to whole spans with zeros.
+
+    Kinds with a second plane have their words in `words` and `high`, see `planes`. Their scales and
+    offsets are [ceil(groups / P), N, P]: P neighbouring groups of a row have 4 bytes together.
     """
 
     kind: Kind
@@ -48,6 +61,7 @@ class TiledWeight:
     super_offsets: Tensor | None = None  # [ceil(K / 256), N] float16
     narrow: bool = False  # of experts: slices of 16 columns
     factors: Tensor | None = None  # [N / 64, ceil(K / 256), 128] int32, see `factors_of_blocks`
+    high: Tensor | None = None  # [N, spans * 16] int16, of kinds with a second plane
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -60,7 +74,7 @@ class TiledWeight:
 
     @property
     def slices(self) -> int:
-        """Codes in a word."""
+        """Codes in a word; of kinds with two planes, slices that kernels take at once."""
         return slices_of(self.kind)
 
     @property
@@ -74,7 +88,7 @@ class TiledWeight:
         fields: tuple[Tensor | None, ...]
         fields = (self.words, self.scales, self.zeros, self.offsets, self.global_scale)
         fields += (self.order, self.input_scale, self.super_scales, self.super_offsets)
-        fields += (self.factors,)
+        fields += (self.factors, self.high)
         return tuple(tensor for tensor in fields if tensor is not None)
 
     @property
@@ -84,21 +98,32 @@ class TiledWeight:
 
     def packed(self) -> PackedWeight:
         """The same matrix in the form that it was made of."""
+        high, offsets = None, self.offsets
+        if self.high is not None:
+            values, high = plane_values(self.words, self.high, self.kind, self.columns)
+            groups = -(-self.columns // self.group)
+            scales = by_group(self.scales, groups)
+            offsets = None if offsets is None else by_group(offsets, groups)
+        else:
+            values = _values(self.words, self)
+            scales = self.scales if self.kind == "fp4" else self.scales.T
+            offsets = None if offsets is None else offsets.T
         return PackedWeight(
             self.kind,
-            _values(self.words, self),
-            self.scales if self.kind == "fp4" else self.scales.T,
+            values,
+            scales,
             self.columns,
             self.group,
             self.row_group,
             zeros=None if self.zeros is None else self.zeros.T,
-            offsets=None if self.offsets is None else self.offsets.T,
+            offsets=offsets,
             global_scale=self.global_scale,
             order=self.order,
             activations=self.activations,
             input_scale=self.input_scale,
             super_scales=None if self.super_scales is None else self.super_scales.T,
             super_offsets=None if self.super_offsets is None else self.super_offsets.T,
+            high=high,
         )
 
     def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -122,6 +147,7 @@ class TiledWeight:
             super_scales=None if super_scales is None else super_scales[:, at],
             super_offsets=None if super_offsets is None else super_offsets[:, at],
             factors=None,
+            high=None if self.high is None else self.high[at],
         )
         return few.dequantise(dtype)
 
@@ -139,6 +165,7 @@ class TiledWeight:
             super_scales=None if super_scales is None else super_scales[:, :count],
             super_offsets=None if super_offsets is None else super_offsets[:, :count],
             factors=None,
+            high=None if self.high is None else self.high[:count],
         )
 
 
@@ -169,7 +196,9 @@ def _has_kernels(device: torch.device) -> bool:
 
 
 def slices_of(kind: Kind) -> int:
-    """Codes in a word of 16 bits."""
+    """Codes in a word of 16 bits; of kinds with two planes, slices that kernels take at once."""
+    if kind in HIGH_BITS:
+        return STEP_SLICES
     return 4 if kind in NIBBLES else 2
 
 
@@ -179,6 +208,8 @@ def slice_width(kind: Kind, group: int, columns: int) -> int:
     The tile of a slice has 64 columns because that is a line of 128 bytes. Scales of "fp4" are
     multiplied with the numbers, the others with sums over a whole slice.
     """
+    if kind in HIGH_BITS:
+        return PLANE_WIDTH
     return 64 if kind == "fp4" or group >= columns else min(64, group)
 
 
@@ -188,6 +219,8 @@ def can_tile(weight: PackedWeight) -> bool:
         return False
     if weight.kind == "fp4":
         return weight.group in (16, 32) and weight.scales.element_size() == 1
+    if weight.kind in HIGH_BITS:
+        return weight.zeros is None and has_small_planes(weight.group)
     whole = weight.group >= weight.columns
     if whole and weight.offsets is not None:
         return False
@@ -236,13 +269,26 @@ def tile(weight: PackedWeight, narrow: bool = False) -> TiledWeight:
     width, slices = slice_width(weight.kind, weight.group, columns), slices_of(weight.kind)
     width = 16 if narrow else width
     spans = -(-columns // (width * slices))
-    words = torch.empty(rows, spans * width, dtype=torch.int16, device=weight.device)
+    has_planes = weight.high is not None
+    row, rest = words_of_row(weight.kind, columns) if has_planes else (spans * width, 0)
+    words = torch.empty(rows, row, dtype=torch.int16, device=weight.device)
+    high = words.new_empty(rows, rest) if has_planes else None
     step = max(_PIECE_VALUES // max(columns, 1), 1)
     for start in range(0, 0 if words.is_meta else rows, step):
-        piece = weight.values[start : start + step]
-        words[start : start + step] = _words(piece, weight.kind, spans, width)
-    scales = weight.scales if weight.kind == "fp4" else weight.scales.T
+        piece = slice(start, start + step)
+        if weight.high is not None and high is not None:
+            words[piece], high[piece] = plane_words(
+                weight.values[piece], weight.high[piece], weight.kind, columns
+            )
+        else:
+            words[piece] = _words(weight.values[piece], weight.kind, spans, width)
     zeros, offsets = weight.zeros, weight.offsets
+    if has_planes:
+        scales = side_by_side(weight.scales)
+        offsets = None if offsets is None else side_by_side(offsets)
+    else:
+        scales = weight.scales if weight.kind == "fp4" else weight.scales.T
+        offsets = None if offsets is None else offsets.T
     super_scales, super_offsets = weight.super_scales, weight.super_offsets
     return TiledWeight(
         weight.kind,
@@ -252,7 +298,7 @@ def tile(weight: PackedWeight, narrow: bool = False) -> TiledWeight:
         weight.group,
         weight.row_group,
         zeros=None if zeros is None else zeros.T.to(torch.uint8).contiguous(),
-        offsets=None if offsets is None else offsets.T.contiguous(),
+        offsets=None if offsets is None else offsets.contiguous(),
         global_scale=weight.global_scale,
         order=weight.order,
         activations=weight.activations,
@@ -261,6 +307,7 @@ def tile(weight: PackedWeight, narrow: bool = False) -> TiledWeight:
         super_offsets=None if super_offsets is None else super_offsets.T.contiguous(),
         narrow=narrow,
         factors=factors_of_blocks(weight.scales) if narrow else None,
+        high=high,
     )
 
 

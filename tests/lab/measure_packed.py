@@ -22,7 +22,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, replace
+from dataclasses import astuple, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,8 @@ from slipstream.kernels.packed.linear import (
     packed_linear_parts,
 )
 from slipstream.kernels.packed.tuned import Key, save_choices
-from slipstream.kernels.quant.packed import Kind, PackedWeight
-from slipstream.kernels.quant.tiled import TiledWeight, tile
+from slipstream.kernels.quant.packed import HIGH_BITS, Kind, PackedWeight
+from slipstream.kernels.quant.tiled import TiledWeight, slices_of, tile
 
 BF16 = torch.bfloat16
 SHAPES = (
@@ -60,14 +60,22 @@ FORMATS: dict[str, tuple[Kind, int, int, torch.dtype, bool]] = {
     "int4z": ("int4", 128, 1, torch.float16, True),
     "fp8b": ("fp8", 128, 128, torch.float32, False),
     "int8": ("int8", 0, 1, BF16, False),
+    "q4_0": ("int4", 32, 1, torch.float16, False),
+    "q4_1": ("int4", 32, 1, torch.float16, False),
+    "q5_0": ("int5", 32, 1, torch.float16, False),
+    "q5_1": ("int5", 32, 1, torch.float16, False),
+    "q8_0": ("int8", 32, 1, torch.float16, False),
     "q4k": ("int4", 32, 1, torch.uint8, False),
-    "q5k": ("int8", 32, 1, torch.uint8, False),
-    "q6k": ("int8", 16, 1, torch.int8, False),
+    "q5k": ("int5", 32, 1, torch.uint8, False),
+    "q6k": ("int6", 16, 1, torch.int8, False),
+    "q5k8": ("int8", 32, 1, torch.uint8, False),  # in 8 bits, as before there were two planes
+    "q6k8": ("int8", 16, 1, torch.int8, False),
     "mxfp4": ("fp4", 32, 1, torch.uint8, False),
     "nvfp4": ("fp4", 16, 1, torch.float8_e4m3fn, False),
 }
-WITH_OFFSETS = ("q4k", "q5k")  # GGUF's types with minima
-TWO_LEVELS = ("q4k", "q5k", "q6k")  # with super scales of 256 columns
+WITH_OFFSETS = ("q4_1", "q5_1", "q4k", "q5k", "q5k8")  # GGUF's types with minima
+TWO_LEVELS = ("q4k", "q5k", "q6k", "q5k8", "q6k8")  # with super scales of 256 columns
+_DEVIATION = {"fp8": 1.0, "int8": 73.0, "int4": 4.6, "int5": 9.2, "int6": 18.5, "fp4": 3.0}
 BONUS = 0.8  # microseconds that half a kernel less is worth
 HEAD_FORMATS, HEAD_ROWS = ("fp8", "int4"), (1, 16, 64)  # with a head, and all tiles
 # rows, block_k, warps, stages, norm, chunks in flight
@@ -91,7 +99,7 @@ def candidates(name: str, shape: Shape, rows: int) -> Iterator[PackedChoice]:
     kind, group, *_ = FORMATS[name]
     if rows == 1 and kind in ("fp8", "int8") and group in (0, 128):
         yield from (Gemv(*sizes) for sizes in GEMVS)
-    columns = min(64, group or 64) * (2 if kind in ("fp8", "int8") else 4)
+    columns = min(16 if kind in HIGH_BITS else 64, group or 64) * slices_of(kind)
     if rows <= 16 and (group in (0, 64, 128) or kind == "fp4"):
         for block_n, stages, warps, spans in ROW_TILES:
             for split_k in (1, 2) if shape.may_split else (1,):
@@ -135,7 +143,7 @@ def random_packed(name: str, shape: Shape, device: torch.device) -> PackedWeight
         values = torch.randint(-127, 128, (rows, columns), device=device, dtype=torch.int8)
     else:
         values = torch.randint(0, 256, (rows, columns // 2), device=device, dtype=torch.uint8)
-    spread = {"fp8": 1.0, "int8": 73.0, "int4": 4.6, "fp4": 3.0}[kind] * columns**0.5
+    spread = _DEVIATION[kind] * columns**0.5
     supers = (rows, -(-columns // 256))
     if name in TWO_LEVELS:
         scales = torch.randint(16, 48, grid, device=device).to(dtype)
@@ -144,30 +152,28 @@ def random_packed(name: str, shape: Shape, device: torch.device) -> PackedWeight
     else:
         wide = torch.empty(grid, device=device).uniform_(0.5, 1.5)
         scales = (wide if name == "nvfp4" else wide / spread).to(dtype)
-    fields: dict[str, Any] = {}
+    own: dict[str, Any] = {}
+    if kind in HIGH_BITS:
+        size = rows, columns * HIGH_BITS[kind] // 8
+        own["high"] = torch.randint(0, 256, size, device=device, dtype=torch.uint8)
     if has_zeros:
-        fields["zeros"] = torch.randint(0, 17, grid, device=device, dtype=torch.uint8)
+        own["zeros"] = torch.randint(0, 17, grid, device=device, dtype=torch.uint8)
     if name in TWO_LEVELS:
-        fields["super_scales"] = torch.full(supers, 1 / spread / 32, device=device).half()
-    if name in WITH_OFFSETS:
-        fields["offsets"] = torch.randint(0, 64, grid, device=device).to(dtype)
-        fields["super_offsets"] = torch.full(supers, -0.03 / columns**0.5, device=device).half()
+        own["super_scales"] = torch.full(supers, 1 / spread / 32, device=device).half()
+    if name in WITH_OFFSETS and name not in TWO_LEVELS:
+        own["offsets"] = torch.full(grid, -1 / columns**0.5, device=device).half()
+    elif name in WITH_OFFSETS:
+        own["offsets"] = torch.randint(0, 64, grid, device=device).to(dtype)
+        own["super_offsets"] = torch.full(supers, -0.03 / columns**0.5, device=device).half()
     if name == "nvfp4":
-        fields["global_scale"] = torch.full((rows,), 1 / spread, device=device)
-    return PackedWeight(kind, values, scales, columns, group, row_group, **fields)
+        own["global_scale"] = torch.full((rows,), 1 / spread, device=device)
+    return PackedWeight(kind, values, scales, columns, group, row_group, **own)
 
 
 def copy_of(weight: TiledWeight) -> TiledWeight:
     """The same weight at other addresses."""
-    return replace(
-        weight,
-        words=weight.words.clone(),
-        scales=weight.scales.clone(),
-        zeros=None if weight.zeros is None else weight.zeros.clone(),
-        offsets=None if weight.offsets is None else weight.offsets.clone(),
-        super_scales=None if weight.super_scales is None else weight.super_scales.clone(),
-        super_offsets=None if weight.super_offsets is None else weight.super_offsets.clone(),
-    )
+    own = {field.name: getattr(weight, field.name) for field in fields(weight)}
+    return replace(weight, **{k: v.clone() for k, v in own.items() if isinstance(v, Tensor)})
 
 
 def layer_call(shape: Shape, choice: PackedChoice, x: Tensor, weight: TiledWeight) -> Tensor:
@@ -223,24 +229,7 @@ def compile_all(args: argparse.Namespace) -> None:
 
 
 def tile_on_meta(name: str, shape: Shape) -> TiledWeight:
-    kind, group, row_group, dtype, has_zeros = FORMATS[name]
-    group = group or shape.inputs
-    slices = 2 if kind in ("fp8", "int8") else 4
-    grid = (-(-shape.outputs // row_group), -(-shape.inputs // group))
-    make, supers = partial(torch.empty, device="meta"), (-(-shape.inputs // 256), shape.outputs)
-    return TiledWeight(
-        kind,
-        make(shape.outputs, shape.inputs // slices, dtype=torch.int16),
-        make(grid if kind == "fp4" else grid[::-1], dtype=dtype),
-        shape.inputs,
-        group,
-        row_group,
-        zeros=make(grid[::-1], dtype=torch.uint8) if has_zeros else None,
-        offsets=make(grid[::-1], dtype=dtype) if name in WITH_OFFSETS else None,
-        super_scales=make(supers, dtype=torch.float16) if name in TWO_LEVELS else None,
-        super_offsets=make(supers, dtype=torch.float16) if name in WITH_OFFSETS else None,
-        global_scale=make(shape.outputs) if name == "nvfp4" else None,
-    )
+    return tile(random_packed(name, shape, torch.device("meta")))
 
 
 def saves_a_kernel(shape: Shape, choice: PackedChoice) -> bool:

@@ -11,6 +11,8 @@ from ...linear.linear import Norm
 from ...linear.triton.skinny import _TRITON_DTYPES
 from ...quant.tiled import TiledWeight, zeros_or_offsets
 from ...quant.triton.packed_codes import KINDS
+from ...quant.triton.plane_codes import PLANE_KINDS
+from ...quant.triton.plane_scales import STORED
 from ..kinds import GATE_UP
 
 
@@ -20,6 +22,8 @@ def scale_arguments(weight: TiledWeight, filler: Tensor) -> dict[str, Any]:
     Scales of whole rows are in `channel`, where the kernel multiplies its sums by them once. The
     `filler` stands in for tensors that the format lacks.
     """
+    if weight.high is not None:
+        return _plane_arguments(weight, filler)
     is_fp4 = weight.kind == "fp4"
     whole = weight.group >= weight.columns and weight.row_group == 1
     columns = weight.slices * weight.slice_width
@@ -43,6 +47,30 @@ def scale_arguments(weight: TiledWeight, filler: Tensor) -> dict[str, Any]:
         "E8M0": weight.scales.dtype == torch.uint8,
         "ZEROS": mode,
         "CHANNEL": factors is not None,
+        "STORED": 0,
+    }
+
+
+def _plane_arguments(weight: TiledWeight, filler: Tensor) -> dict[str, Any]:
+    """`scale_arguments` of two planes: scales are registers, and always those of groups."""
+    scales, offsets = weight.scales.view(torch.int32), weight.offsets
+    return {
+        "scales": scales,
+        "zeros": filler if offsets is None else offsets.view(torch.int32),
+        "channel": filler,
+        "num_groups": scales.shape[0],
+        "stride": scales.stride(0),
+        "zero_stride": scales.stride(0),
+        "super_scales": filler if weight.super_scales is None else weight.super_scales,
+        "super_offsets": filler if weight.super_offsets is None else weight.super_offsets,
+        "KIND": PLANE_KINDS[weight.kind],
+        "GROUP": weight.group,
+        "ROW_GROUP": 1,
+        "GROUPS": weight.slices * weight.slice_width // weight.group,
+        "E8M0": False,
+        "ZEROS": 0 if offsets is None else 2,
+        "CHANNEL": False,
+        "STORED": STORED[weight.scales.dtype],
     }
 
 

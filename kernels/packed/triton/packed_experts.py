@@ -9,6 +9,8 @@ weight is rounded, unless a tile has 128 rows or more.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -26,7 +28,9 @@ from ...linear.triton.expert_rows import (
 from ...linear.triton.moe import Tiles
 from ...linear.triton.one_row_experts import activation_options
 from ...quant.tiled import TiledWeight
-from ...quant.triton.packed_scales import factors_of
+from ...quant.triton.plane_codes import bits_of_step
+from ...quant.triton.plane_scales import plane_factors
+from ..planes.triton.plane_products import add_planes
 from .arguments import scale_arguments
 from .packed_products import add_products
 
@@ -36,7 +40,7 @@ _FEW_PROGRAMS = 264  # two for each processor of an H200
 @triton.jit
 def _load_words(
     source, row, inside, word, num_words, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr,
-    NARROW: tl.constexpr, TMA: tl.constexpr,
+    MASKED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     if TMA:
         words = source.load([row, word])
@@ -44,10 +48,30 @@ def _load_words(
         column = word + tl.arange(0, WIDTH)
         at = (row + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None] * num_words + column[None, :]
         there = inside[:, None]
-        if NARROW:
+        if MASKED:
             there = there & (column < num_words)[None, :]
         words = tl.load(source + at, mask=there, other=0)
     return words
+
+
+@triton.jit
+def _load_span(
+    source, high_source, row, inside, start, num_words, num_high,
+    BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, SLICES: tl.constexpr, KIND: tl.constexpr,
+    NARROW: tl.constexpr, TMA: tl.constexpr, ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """The words of the span from column `start`; of two planes a tuple, as of `plane_tiles`."""
+    if KIND >= 4:
+        word = start // 4
+        a = _load_words(source, row, inside, word, num_words, BLOCK_N, 16, True, TMA)
+        b = _load_words(source, row, inside, word + 16, num_words, BLOCK_N, 16, True, TMA)
+        word = start // (256 if KIND == 4 else 128) * 16
+        high = _load_words(high_source, row, inside, word, num_high, BLOCK_N, 16, True, TMA)
+        tiles = a, b, bits_of_step(high, start, KIND, ASSEMBLY)
+    else:
+        word = start // SLICES
+        tiles = _load_words(source, row, inside, word, num_words, BLOCK_N, WIDTH, NARROW, TMA)
+    return tiles
 
 
 @triton.jit(do_not_specialize=["most"])
@@ -72,6 +96,8 @@ def _packed_experts_kernel(
     zero_stride,
     super_scales,  # [ceil(K / 256), rows of `scales`], if `scales` are integers
     super_offsets,
+    high_source,  # of two planes: descriptor of, or pointer to, the words of the second
+    num_high,  # their words of a row
     TOP_K: tl.constexpr,
     SPLITS: tl.constexpr,  # programs that share the rows of an expert
     ONE_ROW: tl.constexpr,
@@ -89,6 +115,7 @@ def _packed_experts_kernel(
     ROW_GROUP: tl.constexpr,
     GROUPS: tl.constexpr,  # groups in WIDTH * SLICES columns; 0 = the scales are in `channel`
     E8M0: tl.constexpr,
+    STORED: tl.constexpr,  # of two planes, see `plane_scales`
     ZEROS: tl.constexpr,  # 0 = none, 1 = zeros, 2 = offsets
     CHANNEL: tl.constexpr,
     NARROW: tl.constexpr,  # WIDTH words are of 4 spans of 64 columns
@@ -104,6 +131,7 @@ def _packed_experts_kernel(
     if begin >= count:
         return
     COLUMNS: tl.constexpr = WIDTH * SLICES
+    X_WIDTH: tl.constexpr = GROUP if KIND >= 4 else WIDTH
     HALVES: tl.constexpr = 2 if GATED else 1
     n_start = tl.program_id(0) * BLOCK_N
     n = n_start + tl.arange(0, BLOCK_N)
@@ -119,19 +147,21 @@ def _packed_experts_kernel(
         )
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         acc_up = acc
-        s, z = factors_of(scales, zeros, sizes, 0, row_n, inside_n, FACTORS, NARROW)
+        s, z = plane_factors(scales, zeros, sizes, 0, row_n, inside_n, FACTORS, STORED, NARROW)
         s_up, z_up = s, z
         if GATED:
-            s_up, z_up = factors_of(scales, zeros, sizes, 0, row_n + N, inside_n, FACTORS, NARROW)
+            s_up, z_up = plane_factors(
+                scales, zeros, sizes, 0, row_n + N, inside_n, FACTORS, STORED, NARROW
+            )
         for start in range(0, K, COLUMNS):
-            words = _load_words(
-                source, first_row, inside_n, start // SLICES, num_words, BLOCK_N, WIDTH, NARROW,
-                TMA,
+            words = _load_span(
+                source, high_source, first_row, inside_n, start, num_words, num_high,
+                BLOCK_N, WIDTH, SLICES, KIND, NARROW, TMA, ASSEMBLY,
             )  # fmt: skip
             xs = ()
-            for i in tl.static_range(SLICES):
-                word = tl.arange(0, WIDTH)
-                column = start + i * WIDTH + word
+            for i in tl.static_range(COLUMNS // X_WIDTH):
+                word = tl.arange(0, X_WIDTH)
+                column = start + i * X_WIDTH + word
                 if NARROW:
                     column = start + word // 16 * 64 + i * 16 + word % 16
                 there = valid[:, None] & (column < K)[None, :]
@@ -140,18 +170,29 @@ def _packed_experts_kernel(
             ahead = start + COLUMNS
             more = inside_n & (ahead < K)
             if GROUPS > 0 or KIND == 3:  # loaded a step ahead
-                s, z = factors_of(scales, zeros, sizes, ahead, row_n, more, FACTORS, NARROW)
+                s, z = plane_factors(
+                    scales, zeros, sizes, ahead, row_n, more, FACTORS, STORED, NARROW
+                )
                 if GATED:
-                    s_up, z_up = factors_of(
-                        scales, zeros, sizes, ahead, row_n + N, more, FACTORS, NARROW
+                    s_up, z_up = plane_factors(
+                        scales, zeros, sizes, ahead, row_n + N, more, FACTORS, STORED, NARROW
                     )
-            acc = add_products(acc, words, xs, now, zero, FORM)
+            if KIND >= 4 and not GATED:
+                acc = add_planes((acc,), (words,), xs, (now,), (zero,), FORM, STORED)[0]
+            elif KIND < 4:
+                acc = add_products(acc, words, xs, now, zero, FORM)
             if GATED:
-                words = _load_words(
-                    source, first_row + N, inside_n, start // SLICES, num_words, BLOCK_N, WIDTH,
-                    NARROW, TMA,
+                words_up = _load_span(
+                    source, high_source, first_row + N, inside_n, start, num_words, num_high,
+                    BLOCK_N, WIDTH, SLICES, KIND, NARROW, TMA, ASSEMBLY,
                 )  # fmt: skip
-                acc_up = add_products(acc_up, words, xs, now_up, zero_up, FORM)
+                if KIND >= 4:
+                    acc, acc_up = add_planes(
+                        *((acc, acc_up), (words, words_up), xs, (now, now_up), (zero, zero_up)),
+                        *(FORM, STORED),
+                    )
+                else:
+                    acc_up = add_products(acc_up, words_up, xs, now_up, zero_up, FORM)
         if CHANNEL:
             acc *= tl.load(channel + row_n, mask=inside_n, other=0.0).to(tl.float32)[:, None]
             if GATED:
@@ -215,8 +256,13 @@ def expert_parts(
         size = tiles_of(own, work.block_m, gated, programs) if tiles is None else tiles[not gated]
         by_descriptor = has_tma(x) and fits_tma(own.words) if tma is None else tma
         block = [size.block_n, _tile_width(own)]
+        high = own.words if own.high is None else own.high
+
+        def described(words: Tensor) -> Any:
+            return TensorDescriptor.from_tensor(words, block) if by_descriptor else words
+
         _packed_experts_kernel[work.grid(outputs, size.block_n)](
-            TensorDescriptor.from_tensor(own.words, block) if by_descriptor else own.words,
+            described(own.words),
             source,
             x if bias is None else bias,
             work.experts,
@@ -229,6 +275,8 @@ def expert_parts(
             own.columns,
             own.words.shape[1],
             **scale_arguments(own, x),
+            high_source=described(high),
+            num_high=high.shape[1],
             TOP_K=work.top_k,
             SPLITS=work.splits,
             ONE_ROW=work.one_row,

@@ -249,7 +249,8 @@ def multiply(
 def _scales_of(weight: TiledWeight, filler: Tensor) -> dict[str, object]:
     """The arguments for scales; groups that have super scales are smaller than a slice of 64."""
     arguments = scale_arguments(weight, filler)
-    return {name: arguments[name] for name in arguments if not name.startswith("super")}
+    unknown = ("super_scales", "super_offsets", "STORED")
+    return {name: arguments[name] for name in arguments if name not in unknown}
 
 
 def _early_lines(weight: TiledWeight, columns: int, early: int) -> int:

@@ -29,10 +29,12 @@ from ...linear.linear import Norm
 from ...linear.linear_choice import Skinny
 from ...linear.triton.gemv import gated
 from ...linear.triton.skinny import _tile
+from ...quant.planes import LOW_SLICES
 from ...quant.tiled import TiledWeight
-from ...quant.triton.packed_scales import factors_of
+from ...quant.triton.plane_scales import plane_factors
 from ..choice import EXACT_ROWS
 from ..kinds import GATE_UP, PARTS, PLAIN
+from ..planes.triton.plane_products import add_planes, plane_tiles
 from .arguments import product_arguments, scale_arguments
 from .packed_products import add_products, add_span
 
@@ -60,6 +62,23 @@ def _inputs(
         g = tl.load(gain + column, mask=column < num_inputs, other=0.0).to(tl.float32)
         x = (wide * g[None, :]).to(x.dtype)
     return x, squares
+
+
+@triton.jit
+def _words(
+    source, high_source, row, k, num_rows, num_words, num_high,
+    BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, SLICES: tl.constexpr, KIND: tl.constexpr,
+    TMA: tl.constexpr, ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """The words of the span from column k; of two planes a tuple of tiles."""
+    if KIND >= 4:
+        tiles = plane_tiles(
+            *(source, high_source, row, k, num_rows, num_words, num_high),
+            *(BLOCK_N, KIND, TMA, ASSEMBLY),
+        )
+    else:
+        tiles = _tile(source, row, k // SLICES, num_rows, num_words, BLOCK_N, WIDTH, TMA)
+    return tiles
 
 
 @triton.jit
@@ -95,6 +114,8 @@ def _packed_kernel(
     zero_stride,
     super_scales,  # [ceil(K / 256), rows of `scales`], if `scales` are integers
     super_offsets,
+    high_source,  # of two planes: descriptor of, or pointer to, the words of the second
+    num_high,  # their words of a row
     span,  # columns of one part, a multiple of WIDTH * SLICES
     split_k,  # number of parts
     BLOCK_N: tl.constexpr,
@@ -106,6 +127,7 @@ def _packed_kernel(
     ROW_GROUP: tl.constexpr,
     GROUPS: tl.constexpr,  # groups in WIDTH * SLICES columns; 0 = the scales are in `channel`
     E8M0: tl.constexpr,  # scales of "fp4" are powers of 2, else e4m3
+    STORED: tl.constexpr,  # of two planes, see `plane_scales`
     ZEROS: tl.constexpr,  # 0 = none, 1 = zeros, 2 = offsets
     CHANNEL: tl.constexpr,
     NORM: tl.constexpr,
@@ -122,6 +144,7 @@ def _packed_kernel(
     PDL: tl.constexpr,
 ):
     COLUMNS: tl.constexpr = WIDTH * SLICES
+    CODES: tl.constexpr = 4 if KIND >= 4 else SLICES  # in a word of the first plane
     X_WIDTH: tl.constexpr = COLUMNS // PRODUCTS
     block = tl.program_id(1) // split_k  # consecutive programs read the same weights
     part = tl.program_id(1) % split_k
@@ -137,7 +160,7 @@ def _packed_kernel(
     if MODE == 2:
         total_rows = 2 * num_outputs
     if EARLY >= 64:
-        line = k_start // SLICES + tl.arange(0, EARLY // 64) * 64
+        line = k_start // CODES + tl.arange(0, EARLY // 64) * 64
         at = tl.minimum(n, num_outputs - 1)[:, None] * num_words + line[None, :]
         at = tl.minimum(at, num_outputs * num_words - 1)
         fetch_early(words + at)
@@ -146,16 +169,19 @@ def _packed_kernel(
     sizes = stride, zero_stride, num_groups, super_scales, super_offsets
     FACTORS: tl.constexpr = (KIND, GROUPS, GROUP, ROW_GROUP, ZEROS)
     FORM: tl.constexpr = (SLICES, GROUPS, KIND, GROUP, E8M0, ZEROS, ROUND, ASSEMBLY)
-    s, z = factors_of(scales, zeros, sizes, k_start, n, is_row, FACTORS)
+    s, z = plane_factors(scales, zeros, sizes, k_start, n, is_row, FACTORS, STORED)
     s_up, z_up = s, z
     if MODE == 2:
-        s_up, z_up = factors_of(scales, zeros, sizes, k_start, up, is_row, FACTORS)
+        s_up, z_up = plane_factors(scales, zeros, sizes, k_start, up, is_row, FACTORS, STORED)
     wait_for_inputs(PDL)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     acc_up = acc
     squares = tl.zeros([BLOCK_M, X_WIDTH], tl.float32)
     for k in range(k_start, k_end, COLUMNS):
-        w = _tile(w_source, n_start, k // SLICES, total_rows, num_words, BLOCK_N, WIDTH, TMA)
+        w = _words(
+            *(w_source, high_source, n_start, k, total_rows, num_words, num_high),
+            *(BLOCK_N, WIDTH, SLICES, KIND, TMA, ASSEMBLY),
+        )
         xs = ()
         for i in tl.static_range(PRODUCTS):
             x, squares = _inputs(
@@ -167,16 +193,24 @@ def _packed_kernel(
         ahead = k + COLUMNS
         more = is_row & (ahead < k_end)
         if GROUPS > 0 or KIND == 3:  # loaded a step ahead
-            s, z = factors_of(scales, zeros, sizes, ahead, n, more, FACTORS)
+            s, z = plane_factors(scales, zeros, sizes, ahead, n, more, FACTORS, STORED)
             if MODE == 2:
-                s_up, z_up = factors_of(scales, zeros, sizes, ahead, up, more, FACTORS)
-        acc = _added(acc, w, xs, now, zero, FORM, PRODUCTS)
+                s_up, z_up = plane_factors(scales, zeros, sizes, ahead, up, more, FACTORS, STORED)
+        if KIND >= 4 and MODE != 2:
+            acc = add_planes((acc,), (w,), xs, (now,), (zero,), FORM, STORED)[0]
+        elif KIND < 4:
+            acc = _added(acc, w, xs, now, zero, FORM, PRODUCTS)
         if MODE == 2:
-            w = _tile(
-                *(w_source, num_outputs + n_start, k // SLICES, total_rows, num_words),
-                *(BLOCK_N, WIDTH, TMA),
+            w_up = _words(
+                *(w_source, high_source, num_outputs + n_start, k, total_rows, num_words),
+                *(num_high, BLOCK_N, WIDTH, SLICES, KIND, TMA, ASSEMBLY),
             )
-            acc_up = _added(acc_up, w, xs, now_up, zero_up, FORM, PRODUCTS)
+            if KIND >= 4:
+                acc, acc_up = add_planes(
+                    *((acc, acc_up), (w, w_up), xs, (now, now_up), (zero, zero_up), FORM, STORED)
+                )
+            else:
+                acc_up = _added(acc_up, w_up, xs, now_up, zero_up, FORM, PRODUCTS)
 
     inside = is_row[:, None] & (m < num_rows)[None, :]
     if NORM:  # the scale of the whole row is applied last
@@ -239,18 +273,23 @@ def multiply(
     if tma is None:
         tma = has_tma(x) and fits_tma(weight.words, x)
     w_source, x_source = weight.words, x
+    high = weight.words if weight.high is None else weight.high
+    high_source, num_high = high, high.shape[1]
     arguments, rounds = scale_arguments(weight, x), _rounds(choice, mode)
-    if rounds and weight.kind == "int4":
-        products = slices
+    codes = slices if weight.high is None else LOW_SLICES  # in a word
+    if rounds and (weight.kind == "int4" or weight.high is not None):
+        products = slices if weight.high is None else slices // LOW_SLICES
     else:
         products = 1 if rounds or weight.kind == "fp4" else max(arguments["GROUPS"], 1)
     if tma:
         w_source = TensorDescriptor.from_tensor(weight.words, [choice.block_n, width])
+        if weight.high is not None:
+            high_source = TensorDescriptor.from_tensor(high, [choice.block_n, width])
         if norm is None:
             x_source = TensorDescriptor.from_tensor(x, [choice.block_m, columns // products])
     options = pdl_options(x)
     early = choice.early if options["PDL"] else 0
-    while early > span // slices:
+    while early > span // codes:
         early //= 2
     gain = x if norm is None else norm[0]
     blocks = triton.cdiv(num_outputs, choice.block_n)
@@ -260,6 +299,8 @@ def multiply(
         weight.words,
         gain,
         out=out,
+        high_source=high_source,
+        num_high=num_high,
         span=span,
         split_k=split_k,
         **product_arguments(x, weight, mode, bias, activation, norm, residual),

@@ -12,6 +12,7 @@ from torch import Tensor
 from ...launch import hash_functions, pdl_options, wait_for_inputs
 from ..tiled import TiledWeight, zeros_or_offsets
 from .packed_codes import KINDS, plain_numbers
+from .plane_widen import widen_planes
 
 
 @triton.jit
@@ -95,6 +96,8 @@ def widen(weight: TiledWeight, dtype: torch.dtype, ids: Tensor | None = None) ->
 
     With `ids` [R], of an integer type, only these rows: [R, K].
     """
+    if weight.high is not None:
+        return widen_planes(weight, dtype, ids)
     columns = weight.columns
     rows = weight.shape[0] if ids is None else ids.numel()
     out = torch.empty(rows, columns, dtype=dtype, device=weight.device)

@@ -1,7 +1,7 @@
 """Turns GGUF's quantised rows into packed weights, with the same numbers bit for bit.
 
-4-bit types keep 4 bits a number. 5- and 6-bit types become 8-bit integers, which costs memory but
-no value. The K types keep two levels of scales: one of 8 bits a group, and one for 256 columns.
+A number keeps the bits that it has in the file: 4, 5, 6 or 8. The K types keep two levels of
+scales: one of 8 bits a group, and one for 256 columns.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from ....kernels.cpu.formats import StoredRows, WeightType
-from ....kernels.quant.packed import PackedWeight
+from ....kernels.quant.packed import HIGH_BITS, Kind, PackedWeight, pack_bits
 from .codes import pack_nibbles, split_last
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # (codes [N, B, block], scales [N, B, groups], offsets of the same shape or None); of the K types
-# then come the super scales and super offsets, [N, B, 1]
+# then come the super scales and super offsets, [N, B, 1]. Codes of 8 bits are int8, others uint8.
 _Read = tuple[Tensor, Tensor, Tensor | None] | tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]
 
 
@@ -51,16 +51,18 @@ def _packed(type: WeightType, shape: tuple[int, int], data: Tensor) -> PackedWei
     codes, scales, offsets, *supers = _READERS[type.name](blocks)
     group = type.block_size // scales.shape[-1]
     codes = codes.reshape(count, columns)
-    is_int8 = codes.dtype == torch.int8
+    kind = _KINDS[type.name[:2]]
+    bits = HIGH_BITS.get(kind)
     return PackedWeight(
-        "int8" if is_int8 else "int4",
-        codes if is_int8 else pack_nibbles(codes),
+        kind,
+        codes if kind == "int8" else pack_nibbles(codes if bits is None else codes & 15),
         scales.reshape(count, -1).contiguous(),
         columns,
         group,
         offsets=None if offsets is None else offsets.reshape(count, -1).contiguous(),
         super_scales=supers[0].reshape(count, -1) if supers else None,
         super_offsets=supers[1].reshape(count, -1) if supers and offsets is not None else None,
+        high=None if bits is None else pack_bits(codes >> 4, bits),
     )
 
 
@@ -95,13 +97,11 @@ def _q4_1(blocks: Tensor) -> _Read:
 
 
 def _q5_0(blocks: Tensor) -> _Read:
-    codes = (_nibbles(blocks, 6) | _bits(blocks, 2) << 4).view(torch.int8) - 16
-    return codes, _half(blocks, 0), None
+    return _nibbles(blocks, 6) | _bits(blocks, 2) << 4, _half(blocks, 0), None
 
 
 def _q5_1(blocks: Tensor) -> _Read:
-    codes = (_nibbles(blocks, 8) | _bits(blocks, 4) << 4).view(torch.int8)
-    return codes, _half(blocks, 0), _half(blocks, 2)
+    return _nibbles(blocks, 8) | _bits(blocks, 4) << 4, _half(blocks, 0), _half(blocks, 2)
 
 
 def _q8_0(blocks: Tensor) -> _Read:
@@ -132,8 +132,7 @@ def _q4_k(blocks: Tensor) -> _Read:
 
 def _q5_k(blocks: Tensor) -> _Read:
     high = blocks[..., 16:48].unsqueeze(-2) >> _shifts(blocks, 8).view(8, 1)
-    codes = _k_nibbles(blocks[..., 48:176]) | (high & 1) << 4
-    return codes.view(torch.int8), *_k_scales(blocks)
+    return _k_nibbles(blocks[..., 48:176]) | (high & 1) << 4, *_k_scales(blocks)
 
 
 def _q6_k(blocks: Tensor) -> _Read:
@@ -141,12 +140,12 @@ def _q6_k(blocks: Tensor) -> _Read:
     low = torch.stack((halves & 15, halves >> 4), -2).flatten(-3)
     quads = split_last(blocks[..., 128:192], 2, 1, 32)
     high = (quads >> _shifts(blocks, 4, 2).view(4, 1) & 3).flatten(-3)
-    codes = (low | high << 4).view(torch.int8) - 32
     factors = blocks[..., 192:208].contiguous().view(torch.int8)
     scale = _half(blocks, 208)
-    return codes, factors, None, scale, scale
+    return low | high << 4, factors, None, scale, scale
 
 
+_KINDS: dict[str, Kind] = {"Q4": "int4", "Q5": "int5", "Q6": "int6", "Q8": "int8"}
 _READERS: dict[str, Callable[[Tensor], _Read]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,

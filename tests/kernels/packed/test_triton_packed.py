@@ -45,6 +45,10 @@ KEPT = [
     ("int4 32 super", "gated", 3, 328, True),
     ("int8 16 super", "plain", 3, 128, False),
     ("int8 32 offsets", "parts", 3, 328, True),
+    ("int5 32 super", "gated", 3, 328, True),
+    ("int5 32", "plain", 17, 264, False),
+    ("int6 16 super", "parts", 3, 328, True),
+    ("int6 16 super", "gated", 3, 128, False),
     ("mxfp4", "plain", 3, 128, False),
     ("nvfp4", "parts", 3, 328, True),
 ]
@@ -127,8 +131,11 @@ def test_one_row(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     some(
-        ["fp8 blocks", "int4 128", "int4 128 zeros", "int4 32 offsets"],
-        kept=["int4 128", "int4 128 zeros"],
+        [
+            *("fp8 blocks", "int4 128", "int4 128 zeros", "int4 32 offsets", "int5 32"),
+            *("int5 32 super", "int6 16 super", "int6 32"),
+        ],
+        kept=["int4 128", "int4 128 zeros", "int5 32 super"],
     ),
 )
 def test_programs_of_many_rows_round_scaled_numbers(name: str) -> None:

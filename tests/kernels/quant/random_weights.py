@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from slipstream.kernels.quant.packed import SUPER, PackedWeight
+from slipstream.kernels.quant.packed import HIGH_BITS, SUPER, PackedWeight, pack_bits
 
 FORMATS: dict[str, dict[str, Any]] = {  # a group of 0 is a whole row
     "fp8 rows": {"kind": "fp8"},
@@ -26,6 +26,12 @@ FORMATS: dict[str, dict[str, Any]] = {  # a group of 0 is a whole row
     "int4 32 super": {"kind": "int4", "group": 32, "super": torch.uint8, "offsets": True},
     "int8 32 super": {"kind": "int8", "group": 32, "super": torch.uint8, "offsets": True},
     "int8 16 super": {"kind": "int8", "group": 16, "super": torch.int8},
+    "int5 32": {"kind": "int5", "group": 32, "dtype": torch.float16},
+    "int5 32 offsets": {"kind": "int5", "group": 32, "dtype": torch.float16, "offsets": True},
+    "int5 32 super": {"kind": "int5", "group": 32, "super": torch.uint8, "offsets": True},
+    "int5 16": {"kind": "int5", "group": 16},
+    "int6 16 super": {"kind": "int6", "group": 16, "super": torch.int8},
+    "int6 32": {"kind": "int6", "group": 32, "dtype": torch.bfloat16},
     "mxfp4": {"kind": "fp4", "group": 32, "dtype": torch.uint8},
     "nvfp4": {"kind": "fp4", "group": 16, "dtype": torch.float8_e4m3fn},
 }
@@ -68,7 +74,8 @@ def random_weight(
     def integers(low: int, high: int, *shape: int) -> torch.Tensor:
         return torch.randint(low, high, shape, generator=generator, device=device)
 
-    spread = {"fp8": 1.0, "int8": 74.0, "int4": 4.7, "fp4": 3.0}[kind] * columns**0.5
+    spreads = {"fp8": 1.0, "int8": 74.0, "int4": 4.7, "fp4": 3.0, "int5": 9.3, "int6": 18.5}
+    spread = spreads[kind] * columns**0.5
     if kind == "fp8":
         wide = torch.empty(rows, columns, device=device).normal_(generator=generator)
         values = wide.to(torch.float8_e4m3fn)
@@ -76,6 +83,10 @@ def random_weight(
         values = integers(-128, 128, rows, columns).to(torch.int8)
     else:
         values = integers(0, 256, rows, -(-columns // 2)).to(torch.uint8)
+    high = None
+    if kind in HIGH_BITS:
+        codes = integers(0, 1 << HIGH_BITS[kind], rows, columns).to(torch.uint8)
+        high = pack_bits(codes, HIGH_BITS[kind])
     factors = torch.empty(grid, device=device).uniform_(0.5, 1.5, generator=generator) / spread
     global_scale = None
     if dtype == torch.uint8:
@@ -92,8 +103,9 @@ def random_weight(
         offsets = (wide * columns**-0.5).to(dtype)
     if made.get("super"):  # as GGUF's K types
         return _two_levels(
-            PackedWeight(kind, values, factors, columns, group, offsets=offsets), made["super"]
+            PackedWeight(kind, values, factors, columns, group, offsets=offsets, high=high),
+            made["super"],
         )
     return PackedWeight(
-        *(kind, values, scales, columns, group, row_group, zeros, offsets, global_scale)
+        *(kind, values, scales, columns, group, row_group, zeros, offsets, global_scale), high=high
     )

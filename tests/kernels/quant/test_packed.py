@@ -14,7 +14,7 @@ from slipstream.kernels.packed.linear import (
     packed_linear,
     packed_sample_head,
 )
-from slipstream.kernels.quant.packed import PackedWeight, can_concatenate, concatenate
+from slipstream.kernels.quant.packed import HIGH_BITS, PackedWeight, can_concatenate, concatenate
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
@@ -37,6 +37,9 @@ def random_weight(case: str, rows: int, columns: int, seed: int = 0) -> PackedWe
     else:
         size = (rows, -(-columns // 2))
         values = torch.from_numpy(rng.integers(0, 256, size, dtype=np.uint8))
+    if kind in HIGH_BITS:
+        size = (rows, -(-columns * HIGH_BITS[kind] // 8))
+        fields["high"] = torch.from_numpy(rng.integers(0, 256, size, dtype=np.uint8))
     scales = torch.from_numpy(rng.uniform(0.5, 2, grid)).to(made.get("dtype", torch.float32))
     if made.get("e8m0"):
         scales = torch.from_numpy(rng.integers(120, 134, grid, dtype=np.uint8))
@@ -68,6 +71,10 @@ CASES: dict[str, dict[str, Any]] = {
     "int8 super": {"kind": "int8", "group": 16, "super": torch.int8},
     "int4": {"kind": "int4", "group": 32, "dtype": torch.float16},
     "int4 zeros and order": {"kind": "int4", "group": 32, "zeros": True, "order": True},
+    "int5 offsets": {"kind": "int5", "group": 32, "offsets": True},
+    "int5 super": {"kind": "int5", "group": 32, "super": torch.uint8, "offsets": True},
+    "int6 super": {"kind": "int6", "group": 16, "super": torch.int8},
+    "int5": {"kind": "int5", "group": 32, "dtype": torch.float16},
     "mxfp4": {"kind": "fp4", "group": 32, "e8m0": True},
     "nvfp4": {"kind": "fp4", "group": 16, "dtype": torch.float8_e4m3fn, "global": True},
 }
@@ -90,13 +97,18 @@ def numbers(weight: PackedWeight) -> np.ndarray[Any, Any]:
             if weight.super_scales is not None:
                 scale *= np.float32(weight.super_scales[row, column // 256])
             number: float
-            if weight.kind in ("int4", "fp4"):
+            if weight.kind not in ("fp8", "int8"):
                 code = int(plain[row, column // 2]) >> (4 * (column % 2)) & 15
-                number = code if weight.kind == "int4" else E2M1[code % 8] * (1 - code // 8 * 2)
+                if weight.high is not None:
+                    bits = HIGH_BITS[weight.kind]
+                    byte, place = divmod(column * bits, 8)
+                    code |= (int(weight.high[row, byte]) >> place & (1 << bits) - 1) << 4
+                number = code if weight.kind != "fp4" else E2M1[code % 8] * (1 - code // 8 * 2)
             else:
                 number = plain[row, column]
-            if weight.kind == "int4":
-                symmetric = 0 if weight.offsets is not None else 8
+            if weight.kind in ("int4", "int5", "int6"):
+                middle = {"int4": 8, "int5": 16, "int6": 32}[weight.kind]
+                symmetric = 0 if weight.offsets is not None else middle
                 number -= symmetric if weight.zeros is None else int(weight.zeros[row, group])
             if weight.global_scale is not None:
                 scale *= np.float32(weight.global_scale[row])

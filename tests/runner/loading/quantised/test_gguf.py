@@ -25,7 +25,7 @@ from ....kernels.test_cpu_weights import random_rows
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 QUANTISED = [name for name, kind in STORED_TYPES.items() if not kind.is_float]
-KINDS = {name: "int4" if name.startswith("Q4") else "int8" for name in QUANTISED} | {"MXFP4": "fp4"}
+KINDS = {name: f"int{name[1]}" for name in QUANTISED} | {"MXFP4": "fp4"}
 
 
 @pytest.mark.parametrize("name", QUANTISED)
