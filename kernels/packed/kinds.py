@@ -12,6 +12,7 @@ from .coding import SPAN, Coding
 WIDTH = 64  # columns of a slice that the kernel of `Row` knows
 _MOST_GROUPED = 128  # experts of a layer that `hopper_experts` knows
 _GROUPED = ("silu", "clamped_swiglu")  # their activations
+SMALL_GROUPS = (("int4", 32), ("int5", 32), ("int6", 16), ("int8", 32))  # kinds, and columns
 # What a kernel makes of a product: the value of MODE.
 PLAIN = 0
 PARTS = 1  # float32 parts [S, M, N]
@@ -110,6 +111,13 @@ def fits_direct(weight: TiledWeight) -> bool:
     )
 
 
+def fits_small_groups(weight: TiledWeight) -> bool:
+    """Whether the kernel of `Direct` for small groups knows the format: that of a type of GGUF."""
+    if weight.zeros is not None or weight.order is not None:
+        return False
+    return (weight.kind, weight.group) in SMALL_GROUPS and weight.columns % 8 == 0
+
+
 def fits_codes(weight: TiledWeight) -> bool:
     """Whether the kernel of `Codes` knows the format: e4m3 with scales of rows, or of 128
     columns."""
@@ -157,7 +165,7 @@ def fits(weight: TiledWeight, choice: PackedChoice) -> bool:
     if isinstance(choice, Row):
         return fits_row(weight)
     if isinstance(choice, Direct):
-        return fits_direct(weight)
+        return fits_direct(weight) or fits_small_groups(weight)
     if isinstance(choice, Codes):
         return fits_codes(weight)
     return not isinstance(choice, Gemv) or fits_gemv(weight)

@@ -22,7 +22,17 @@ from ..quant.tiled import TiledWeight, Weight
 from .choice import choose_packed as choose_packed
 from .coded import Coding, gate_and_code, is_coded, planes
 from .coded_linear import coded_linear
-from .kinds import GATE_UP, PARTS, PLAIN, Codes, Direct, PackedChoice, Quantised, Row
+from .kinds import (
+    GATE_UP,
+    PARTS,
+    PLAIN,
+    Codes,
+    Direct,
+    PackedChoice,
+    Quantised,
+    Row,
+    fits_small_groups,
+)
 
 
 def packed_linear(
@@ -196,6 +206,10 @@ def _multiply(
         from .triton import packed_gemv
 
         out = packed_gemv.multiply(x, weight, choice, mode, bias, activation, norm, residual)
+    elif isinstance(choice, Direct) and fits_small_groups(weight):
+        from .planes.triton import direct_groups
+
+        out = direct_groups.multiply(x, weight, choice, mode, bias, activation, norm, residual)
     elif isinstance(choice, Direct):
         from .triton import packed_direct
 

@@ -28,7 +28,7 @@ _PIECE_VALUES = 1 << 24  # values dequantised at once, so that float32 copies st
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """One matrix [N, K] of codes of 4, 5, 6 or 8 bits with scales. Fields that are None count as absent.
+    """One matrix [N, K] of codes of 4, 5, 6 or 8 bits with scales. Fields that are None are absent.
 
     `kind` says what `values` holds:
 

@@ -16,7 +16,6 @@ from torch.nn import functional
 
 from ..device import card_of, use_triton
 from .packed import HIGH_BITS, NIBBLES, Activations, Kind, PackedWeight
-from .planes import WIDTH as PLANE_WIDTH
 from .planes import (
     STEP_SLICES,
     by_group,
@@ -26,6 +25,7 @@ from .planes import (
     side_by_side,
     words_of_row,
 )
+from .planes import WIDTH as PLANE_WIDTH
 
 # Bits of a word at which the code of each slice of "fp4" has its fields, of 3 bits, and its sign.
 FP4_FIELDS, FP4_SIGNS = (6, 3, 0, 12), (15, 11, 9, 10)

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slipstream.kernels.packed.kinds import GATE_UP, PARTS, PLAIN, Direct, fits_direct
+from slipstream.kernels.packed.kinds import (
+    GATE_UP,
+    PARTS,
+    PLAIN,
+    Direct,
+    fits_direct,
+    fits_small_groups,
+)
 from slipstream.kernels.quant.tiled import tile
 
 from ...cases import some
@@ -58,4 +65,47 @@ def test_products_are_those_of_the_exact_numbers(
         gate, up = product.chunk(2, -1)
         got = multiply(x, weight, choice, GATE_UP, bias, "silu", norm)
         close(got, torch.nn.functional.silu(gate) * up)
+    close(multiply(x, weight, choice), x.double() @ exact.T)
+
+
+SMALL = [name for name in FORMATS if fits_small_groups(tile(random_weight(name, 1, 1280)))]
+SMALL_CASES = [
+    (name, mode, *size)
+    for name in SMALL
+    for mode in ("plain", "gated", "parts")
+    for size in ((22, 1320), (32, 1024))  # the last rows and units in part, or all of them whole
+]
+SMALL_KEPT = [
+    ("int4 32 super", "plain", 22, 1320),
+    ("int5 32 super", "gated", 22, 1320),
+    ("int6 16 super", "parts", 32, 1024),
+    ("int8 32 offsets", "plain", 22, 1320),
+    ("int5 32", "parts", 22, 1320),
+]
+
+
+@pytest.mark.parametrize(("name", "mode", "outputs", "size"), some(SMALL_CASES, kept=SMALL_KEPT))
+def test_small_groups_have_a_kernel_for_one_row(
+    name: str, mode: str, outputs: int, size: int
+) -> None:
+    from slipstream.kernels.packed.planes.triton.direct_groups import multiply
+
+    packed = random_weight(name, outputs, size)
+    weight, exact = tile(packed), packed.dequantise().double()
+    x, bias = torch.randn(1, size).half(), torch.randn(outputs).half()
+    norm, residual = (torch.rand(size).half(), 1e-5), torch.randn(1, outputs).half()
+    if mode == "parts":
+        parts = multiply(x, weight, Direct(1, 2, 1, split_k=2), PARTS, bias)
+        assert parts.shape == (2, 1, outputs) and parts.dtype == torch.float32
+        close(parts.sum(0), x.double() @ exact.T + bias)
+        return
+    product = normed(x, norm) @ exact.T + bias
+    choice = Direct(1, 2, 2)
+    if mode == "plain":
+        got = multiply(x, weight, choice, PLAIN, bias, "", norm, residual)
+        close(got, product + residual, 2)  # it rounds the normed row
+    else:
+        gate, up = product.chunk(2, -1)
+        got = multiply(x, weight, choice, GATE_UP, bias, "silu", norm)
+        close(got, torch.nn.functional.silu(gate) * up, 2)
     close(multiply(x, weight, choice), x.double() @ exact.T)

@@ -30,7 +30,8 @@ def plane_tiles(
     TMA: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ):
-    """The words of 128 columns from k: tiles of the first plane [BLOCK_N, 16], and of the second."""
+    """The words of 128 columns from k: two tiles of the first plane and one of the other, each
+    [BLOCK_N, 16]."""
     a = _tile(low_source, row, k // 4, num_rows, num_words, BLOCK_N, 16, TMA)
     b = _tile(low_source, row, k // 4 + 16, num_rows, num_words, BLOCK_N, 16, TMA)
     COLUMNS: tl.constexpr = 256 if KIND == 4 else 128

@@ -1,0 +1,451 @@
+"""Triton linear layer for one row with weights in small groups, whose words go to registers.
+
+As in `packed_direct`, lanes load whole operands of the tensor cores, so words pass neither shared
+memory nor other lanes. Each warp takes a unit of 8 groups at a time. The groups of the input are
+the 8 columns of the right operand, and each group of the weights is multiplied with all of them.
+Only the product with its own group is kept: a diagonal. So scales and offsets of all 8 groups
+multiply one tile of sums.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment"
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ....launch import hash_functions, pdl_options, wait_for_inputs
+from ....linear.linear import Norm
+from ....quant.tiled import TiledWeight
+from ....quant.triton.packed_codes import KINDS, int4_parts, numbers
+from ....quant.triton.plane_codes import PLANE_KINDS, plane_numbers, unit_of
+from ...kinds import GATE_UP, PARTS, PLAIN, Direct, fits_small_groups
+from ...triton.packed_direct import _finish
+from ...triton.packed_lanes import lanes_of, load_tile, wide
+
+
+@triton.jit
+def _words_of(pairs):
+    """Words [8, SPANS, 2 * P] of pairs [8, SPANS, P] int32."""
+    both = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16))
+    return tl.reshape(both, [pairs.shape[0], pairs.shape[1], 2 * pairs.shape[2]])
+
+
+@triton.jit
+def _left(a, b, FIRST: tl.constexpr, PER: tl.constexpr, WIDTH: tl.constexpr):
+    """The left operand [SPANS, 16, GROUP] of a group: slices from FIRST on of rows 0 to 7 (a) and
+    8 to 15 (b), in an order of columns in which a lane has 4 neighbours."""
+    SPANS: tl.constexpr = a[0].shape[1]
+    if PER == 2:
+        low, high = tl.join(a[FIRST], a[FIRST + 1]), tl.join(b[FIRST], b[FIRST + 1])
+        both = tl.reshape(tl.join(low, high), [8, SPANS, 4, 4, 2, 2])
+        both = tl.permute(both, (1, 5, 0, 4, 2, 3))
+    elif WIDTH == 16:
+        both = tl.permute(tl.join(a[FIRST], b[FIRST]), (1, 3, 0, 2))
+    else:
+        both = tl.reshape(tl.join(a[FIRST], b[FIRST]), [8, SPANS, 4, 2, 4, 2])
+        both = tl.permute(both, (1, 5, 0, 3, 2, 4))
+    return tl.reshape(both, [SPANS, 16, PER * WIDTH])
+
+
+@triton.jit
+def _right(x0, x1, GROUP: tl.constexpr):
+    """The right operand [SPANS, GROUP, 8] of the groups of a unit, in the same order of columns, of
+    halves of 16 columns [8, SPANS, 16]."""
+    SPANS: tl.constexpr = x0.shape[1]
+    if GROUP == 32:
+        both = tl.reshape(tl.join(x0, x1), [8, SPANS, 4, 4, 2])
+        both = tl.permute(both, (1, 4, 2, 3, 0))
+    else:
+        both = tl.permute(x0, (1, 2, 0))
+    return tl.reshape(both, [SPANS, GROUP, 8])
+
+
+@triton.jit
+def _columns(WIDTH: tl.constexpr):
+    """The columns of a group's first half: those of the first 4 words of each lane."""
+    j = tl.arange(0, 16)
+    if WIDTH == 32:
+        j = j // 4 * 8 + j % 4
+    return j
+
+
+@triton.jit
+def _input(
+    x, gain, squares, unit, step, last, num_inputs,
+    GROUP: tl.constexpr, WIDTH: tl.constexpr, NORM: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The right operand of a step, times the norm's weight, and the sums of the input's squares."""
+    SPANS: tl.constexpr = squares.shape[1]
+    HALF: tl.constexpr = 16 if WIDTH == 16 else 4  # columns from a half to the next
+    s = unit + step + tl.arange(0, SPANS)
+    own = (tl.arange(0, SPANS)[None, :] * 8 + tl.arange(0, 8)[:, None])[:, :, None] * GROUP
+    own += _columns(WIDTH)[None, None]
+    start = wide(unit) * (8 * GROUP)
+    loaded = ()
+    for u in tl.static_range(GROUP // 16):
+        at = step * 8 * GROUP + u * HALF
+        inside = (s < last)[None, :, None] & (own + (unit * 8 * GROUP + at) < num_inputs)
+        half = load_tile(x + own + start + at, inside, MASKED, "")
+        if NORM:
+            value = half.to(tl.float32)
+            squares += value * value
+            factor = load_tile(gain + own + start + at, inside, MASKED, "")
+            half = (value * factor.to(tl.float32)).to(half.dtype)
+        loaded += (half,)
+    return _right(loaded[0], loaded[GROUP // 16 - 1], GROUP), squares
+
+
+@triton.jit
+def _scale_lanes(source, rows, stride, row_stride, SPANS: tl.constexpr, P: tl.constexpr):
+    """Pointers [8, SPANS, 8] to scales of 8 rows and groups, or [4, 8, SPANS, 2] of pairs of groups
+    if rows are neighbours in memory.
+
+    Lanes are along pairs, then along rows, as in sums of the tensor cores. The compiler must not
+    see that rows are neighbours, or it would choose other lanes: `row_stride` is unknown to it.
+    """
+    if P > 1:
+        group = tl.arange(0, 8)[None, None, :]
+        unit = (tl.arange(0, SPANS) * (8 // P))[None, :, None]
+        at = (unit + group // P) * stride + group % P
+        pointers = source + (at + (rows * P)[:, None, None])
+    else:
+        group = (tl.arange(0, 4) * 2)[:, None, None, None] + tl.arange(0, 2)[None, None, None]
+        unit = (tl.arange(0, SPANS) * 8)[None, None, :, None]
+        at = (unit + group) * stride + (rows * row_stride)[None, :, None, None]
+        pointers = source + at
+    return pointers
+
+
+@triton.jit
+def _scales_inside(s, is_unit, rows_inside, num_groups, P: tl.constexpr):
+    """Which of the scales of `_scale_lanes` there are."""
+    if P > 1:
+        group = s[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+        inside = is_unit[None, :, None] & (group < num_groups) & rows_inside[:, None, None]
+    else:
+        group = s[None, :, None] * 8 + (tl.arange(0, 4) * 2)[:, None, None]
+        group += tl.arange(0, 2)[None, None, :]
+        inside = (is_unit[None, :, None] & (group < num_groups))[:, None]
+        inside = inside & rows_inside[None, :, None, None]
+    return inside
+
+
+@triton.jit
+def _by_row(a, b, P: tl.constexpr):
+    """Scales [SPANS, 16, 8] in float32 of those of rows 0 to 7 (a) and 8 to 15 (b)."""
+    if P > 1:
+        both = tl.permute(tl.join(a, b), (1, 3, 0, 2))
+    else:
+        both = tl.permute(tl.join(a, b), (2, 4, 1, 0, 3))
+    return tl.reshape(both, [both.shape[0], 16, 8]).to(tl.float32)
+
+
+@triton.jit
+def _load(
+    pointers,  # to words of rows 0 to 7 and 8 to 15 of both planes, scales, offsets and super ones
+    insides, sizes, unit, step, last,
+    FORM: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """What the step from `unit + step` needs of 16 weight rows: a tuple of pairs of words of both
+    halves of the rows by tile, then of the second plane, then scales and offsets, and supers."""
+    LOWS: tl.constexpr = FORM[0]
+    WIDTH: tl.constexpr = FORM[1]
+    KIND: tl.constexpr = FORM[2]
+    OFFSETS: tl.constexpr = FORM[3]
+    SUPER: tl.constexpr = FORM[4]
+    P: tl.constexpr = FORM[5]
+    UNITS: tl.constexpr = FORM[6]
+    num_words, num_groups, stride, super_stride = sizes
+    SPANS: tl.constexpr = pointers[0].shape[1]
+    s = unit + step + tl.arange(0, SPANS)
+    is_unit = s < last
+    loaded = ()
+    for half in tl.static_range(2):
+        at = pointers[half] + wide(unit) * (LOWS * WIDTH // 2)
+        for t in tl.static_range(LOWS):
+            there = is_unit & ((s * LOWS + t) * WIDTH < num_words)
+            there = insides[half][:, None, None] & there[None, :, None]
+            offset = (step * LOWS + t) * WIDTH // 2
+            loaded += (load_tile(at + offset, there, MASKED, "evict_first"),)
+    for half in tl.static_range(2):
+        if KIND >= 4:
+            at = pointers[2 + half] + (wide(unit) * (WIDTH // 2) + step * WIDTH // 2)
+            there = insides[half][:, None, None] & is_unit[None, :, None]
+            loaded += (load_tile(at, there, MASKED, "evict_first"),)
+        else:
+            loaded += (is_unit,)
+    at = (wide(unit) + step) * (8 // P * stride)
+    for field in tl.static_range(2):
+        for half in tl.static_range(2):
+            if OFFSETS or field == 0:
+                there = _scales_inside(s, is_unit, insides[half], num_groups, P)
+                loaded += (load_tile(pointers[4 + 2 * field + half] + at, there, MASKED, ""),)
+            else:
+                loaded += (is_unit,)
+    if SUPER:
+        row = (s // UNITS)[:, None] * super_stride
+        there = is_unit[:, None] & insides[2][None, :]
+        loaded += (load_tile(pointers[8] + row, there, MASKED, ""),)
+        if OFFSETS:
+            loaded += (load_tile(pointers[9] + row, there, MASKED, ""),)
+        else:
+            loaded += (is_unit,)
+    else:
+        loaded += (is_unit, is_unit)
+    return loaded
+
+
+@triton.jit
+def _tile_numbers(
+    pairs, high, TILE: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr,
+    OFFSETS: tl.constexpr, ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """The numbers of the slices of a tile of words, before scales."""
+    words = _words_of(pairs)
+    if KIND >= 4:
+        tiles = plane_numbers(words, high, TILE, KIND, DTYPE, not OFFSETS, ASSEMBLY)
+    elif KIND == 2 and ASSEMBLY and DTYPE == tl.bfloat16:
+        tiles = int4_parts(words)
+    else:
+        tiles = numbers(words, (), KIND, DTYPE, False, ASSEMBLY)
+    return tiles
+
+
+@triton.jit
+def _add(sums, loaded, xt, FORM: tl.constexpr, UNIT: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Add the products of a step to the sums [SPANS, 16, 8]."""
+    LOWS: tl.constexpr = FORM[0]
+    WIDTH: tl.constexpr = FORM[1]
+    KIND: tl.constexpr = FORM[2]
+    OFFSETS: tl.constexpr = FORM[3]
+    SUPER: tl.constexpr = FORM[4]
+    P: tl.constexpr = FORM[5]
+    PER: tl.constexpr = xt.shape[1] // WIDTH  # slices of a group
+    COUNT: tl.constexpr = 8 // LOWS  # groups in a tile
+    column = tl.arange(0, 8)[None, None, :]
+    own = tl.zeros([xt.shape[0], 16, 8], tl.float32)
+    high_a, high_b = loaded[2 * LOWS], loaded[2 * LOWS + 1]
+    if KIND >= 4:
+        high_a, high_b = _words_of(high_a), _words_of(high_b)
+    for t in tl.static_range(LOWS):
+        a = _tile_numbers(loaded[t], high_a, t, KIND, xt.dtype, OFFSETS, ASSEMBLY)
+        b = _tile_numbers(loaded[LOWS + t], high_b, t, KIND, xt.dtype, OFFSETS, ASSEMBLY)
+        for i in tl.static_range(COUNT):
+            part = tl.dot(_left(a, b, i * PER, PER, WIDTH), xt)
+            own = tl.where(column == t * COUNT + i, part, own)
+    own *= UNIT
+    scales = _by_row(loaded[2 * LOWS + 2], loaded[2 * LOWS + 3], P)
+    if OFFSETS:
+        total = tl.dot(tl.full([xt.shape[0], 16, xt.shape[1]], 1.0, xt.dtype), xt)
+        if KIND == 2:  # from whose codes 8 was subtracted
+            own += 8.0 * total
+        less = _by_row(loaded[2 * LOWS + 4], loaded[2 * LOWS + 5], P) * total
+        if SUPER:
+            less *= loaded[2 * LOWS + 7].to(tl.float32)[:, :, None]
+        sums += less
+    own *= scales
+    if SUPER:
+        own *= loaded[2 * LOWS + 6].to(tl.float32)[:, :, None]
+    return sums + own
+
+
+@triton.jit(do_not_specialize=["split_k", "row_stride"])
+def _direct_groups_kernel(
+    words,  # [N, W / 2] int32, pairs of words; gated: [2 N, W / 2]
+    high,  # [N, W2 / 2] int32, of two planes
+    x,  # [K]
+    gain,  # [K], weight of the norm
+    scales,  # [groups / P, N, P]
+    offsets,  # of the same shape
+    super_scales,  # [ceil(K / 256), N], if SUPER
+    super_offsets,
+    bias,  # [N] or [2 N]
+    residual,  # [N]
+    out,  # [N], or [split_k, N] float32
+    eps,
+    num_outputs,  # N
+    num_inputs,  # K
+    num_words,  # W
+    num_high,  # W2
+    num_groups,
+    stride,  # of `scales` and `offsets`
+    row_stride,  # P
+    super_stride,
+    part_units,  # of a part, a multiple of SPANS * AHEAD
+    num_units,
+    split_k,  # number of parts
+    SPANS: tl.constexpr,  # the warps
+    AHEAD: tl.constexpr,  # steps whose words are in registers or on their way
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,  # words of a tile
+    LOWS: tl.constexpr,  # tiles of a unit
+    KIND: tl.constexpr,
+    P: tl.constexpr,  # neighbouring groups of a row
+    UNIT: tl.constexpr,  # what the products are multiplied by
+    OFFSETS: tl.constexpr,
+    SUPER: tl.constexpr,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    MODE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    EVEN: tl.constexpr,  # no row and no column is beyond the end
+    ASSEMBLY: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    HEIGHT: tl.constexpr = 8 if MODE == 2 else 16
+    FORM: tl.constexpr = (LOWS, WIDTH, KIND, OFFSETS, SUPER, P, 256 // (8 * GROUP))
+    part = tl.program_id(0) % split_k
+    start = tl.program_id(0) // split_k * HEIGHT
+    first = part * part_units
+    last = tl.minimum(first + part_units, num_units)
+    eight, sixteen = tl.arange(0, 8), tl.arange(0, 16)
+    low = start + eight
+    if MODE == 2:
+        n = start + sixteen % 8 + sixteen // 8 * num_outputs
+        upper = low + num_outputs
+        insides = low < num_outputs, low < num_outputs, start + sixteen % 8 < num_outputs
+    else:
+        n = start + sixteen
+        upper = low + 8
+        insides = low < num_outputs, upper < num_outputs, n < num_outputs
+    none = tl.arange(0, SPANS)[:, None] * 0 + n[None, :]
+    pointers = (
+        lanes_of(words, low, num_words // 2, LOWS * WIDTH // 2, SPANS, WIDTH // 2),
+        lanes_of(words, upper, num_words // 2, LOWS * WIDTH // 2, SPANS, WIDTH // 2),
+        lanes_of(high, low, num_high // 2, WIDTH // 2, SPANS, WIDTH // 2),
+        lanes_of(high, upper, num_high // 2, WIDTH // 2, SPANS, WIDTH // 2),
+        _scale_lanes(scales, low, stride, row_stride, SPANS, P),
+        _scale_lanes(scales, upper, stride, row_stride, SPANS, P),
+        _scale_lanes(offsets, low, stride, row_stride, SPANS, P),
+        _scale_lanes(offsets, upper, stride, row_stride, SPANS, P),
+        super_scales + none,
+        super_offsets + none,
+    )
+    sizes = num_words, num_groups, stride, super_stride
+    loaded = ()
+    for i in tl.static_range(AHEAD):
+        loaded += (_load(pointers, insides, sizes, first, i * SPANS, last, FORM, not EVEN),)
+    wait_for_inputs(PDL)
+    sums = tl.zeros([SPANS, 16, 8], tl.float32)
+    squares = tl.zeros([8, SPANS, 16], tl.float32)
+    for unit in range(first, last, SPANS * AHEAD):
+        more = ()
+        for i in tl.static_range(AHEAD):
+            xt, squares = _input(
+                *(x, gain, squares, unit, i * SPANS, last, num_inputs),
+                *(GROUP, WIDTH, NORM, not EVEN),
+            )
+            sums = _add(sums, loaded[i], xt, FORM, UNIT, ASSEMBLY)
+            ahead = unit + SPANS * AHEAD
+            more += (_load(pointers, insides, sizes, ahead, i * SPANS, last, FORM, True),)
+        loaded = more
+    scale = 1.0
+    if NORM:
+        scale = tl.rsqrt(tl.sum(squares) / num_inputs + eps)
+    y = tl.sum(tl.sum(sums, 2), 0)
+    _finish(
+        *(y, n, insides[2], scales, bias, residual, out, part, num_outputs, scale),
+        *(False, NORM, BIAS, RESIDUAL, MODE, ACTIVATION),
+    )
+
+
+def multiply(
+    x: Tensor,
+    weight: TiledWeight,
+    choice: Direct,
+    mode: int = PLAIN,
+    bias: Tensor | None = None,
+    activation: str = "silu",
+    norm: Norm | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """See `kernels.packed.linear`, whose operations are the modes; x [1, K] has the weight's order
+    of columns."""
+    assert x.shape[0] == 1 and x.stride(1) == 1 and weight.words.is_contiguous()
+    assert fits_small_groups(weight) and (norm is None or mode != PARTS)
+    num_inputs = x.shape[1]
+    num_outputs = weight.shape[0] // (2 if mode == GATE_UP else 1)
+    height = 8 if mode == GATE_UP else 16
+    columns = 8 * weight.group  # of a unit
+    num_units = triton.cdiv(num_inputs, columns)
+    split_k = choice.split_k if mode == PARTS else 1
+    step = choice.num_warps * choice.ahead
+    part_units = triton.cdiv(triton.cdiv(num_units, split_k), step) * step
+    if mode == PARTS:
+        out = torch.empty(split_k, 1, num_outputs, dtype=torch.float32, device=x.device)
+    else:
+        out = torch.empty(1, num_outputs, dtype=x.dtype, device=x.device)
+    gain, eps = (x, 0.0) if norm is None else norm
+    even = num_outputs % height == 0 and num_units % step == 0 and num_inputs % columns == 0
+    _direct_groups_kernel[(triton.cdiv(num_outputs, height) * split_k,)](
+        weight.words.view(torch.int32),
+        *_operands(weight, x),
+        gain,
+        *_scales(weight, x),
+        x if bias is None else bias,
+        x if residual is None else residual,
+        out,
+        eps,
+        num_outputs,
+        num_inputs,
+        weight.words.shape[1],
+        0 if weight.high is None else weight.high.shape[1],
+        triton.cdiv(num_inputs, weight.group),
+        weight.scales.stride(0),
+        weight.scales.stride(1),
+        0 if weight.super_scales is None else weight.super_scales.stride(0),
+        part_units,
+        num_units,
+        split_k,
+        SPANS=choice.num_warps,
+        AHEAD=choice.ahead,
+        GROUP=weight.group,
+        WIDTH=weight.slice_width,
+        LOWS=columns // (weight.slice_width * _slices(weight)),
+        KIND=(KINDS | PLANE_KINDS)[weight.kind],
+        P=weight.scales.shape[2] if weight.scales.dim() == 3 else 1,
+        UNIT=_unit(weight, x),
+        OFFSETS=weight.offsets is not None,
+        SUPER=weight.super_scales is not None,
+        NORM=norm is not None,
+        BIAS=bias is not None,
+        RESIDUAL=residual is not None,
+        MODE=mode,
+        ACTIVATION=int(activation == "gelu_tanh"),
+        EVEN=even,
+        ASSEMBLY=not x.is_cpu,
+        num_warps=choice.num_warps,
+        num_stages=1,
+        **pdl_options(x),
+    )
+    return out
+
+
+def _slices(weight: TiledWeight) -> int:
+    """Codes in a word of the first plane."""
+    return 2 if weight.kind == "int8" else 4
+
+
+def _unit(weight: TiledWeight, x: Tensor) -> float:
+    """What numbers are divided by in the kernel."""
+    divided = weight.high is not None or (weight.kind == "int4" and x.dtype == torch.bfloat16)
+    return unit_of(x.dtype, not x.is_cpu) if divided else 1.0
+
+
+def _operands(weight: TiledWeight, x: Tensor) -> tuple[Tensor, Tensor]:
+    high = weight.words if weight.high is None else weight.high
+    return high.view(torch.int32), x
+
+
+def _scales(weight: TiledWeight, filler: Tensor) -> tuple[Any, ...]:
+    fields = weight.scales, weight.offsets, weight.super_scales, weight.super_offsets
+    return tuple(filler if field is None else field for field in fields)
+
+
+hash_functions(globals())
