@@ -16,7 +16,16 @@ from ..device import use_triton
 from ..linear.linear_choice import Gemv, Shape, Skinny, bucket_of
 from ..quant.tiled import TiledWeight, Weight
 from .coded_choice import choose_coded
-from .kinds import Direct, PackedChoice, Quantised, Row, fits, fits_gemv, format_name
+from .kinds import (
+    Direct,
+    PackedChoice,
+    Quantised,
+    Row,
+    fits,
+    fits_gemv,
+    fits_small_groups,
+    format_name,
+)
 from .tuned import tuned_choices
 
 EXACT_ROWS = 64  # up to here, activations have 16 bits
@@ -49,6 +58,8 @@ def choose_packed(weight: Weight, role: str, num_rows: int) -> PackedChoice:
     measured = _ONE_ROW.get((format_name(weight), shape)) if bucket == 1 else None
     if measured is not None and fits(weight, measured):
         return measured
+    if bucket == 1 and fits_small_groups(weight):
+        return _direct(weight, shape)
     if bucket == 1 and fits_gemv(weight) and (role != "gate_up" or weight.row_group == 1):
         return _GEMVS.get(format_name(weight), {}).get(role, Gemv(4, 1024, 4))
     return _skinny(weight, shape, bucket)
@@ -67,6 +78,14 @@ def can_quantise(weight: TiledWeight) -> bool:
     )
 
 
+def _direct(weight: TiledWeight, shape: Shape) -> Direct:
+    """The kernel for one row of a type of GGUF. Of two planes with scales of one level, the words
+    of two steps are loaded ahead, because the compiler spills registers with one."""
+    ahead = 2 if weight.high is not None and weight.super_scales is None else 1
+    split_k = 2 if shape.may_split and shape.outputs < 8192 and shape.inputs >= 8192 else 1
+    return Direct(1, 4, ahead, split_k)
+
+
 def _skinny(weight: TiledWeight, shape: Shape, bucket: int) -> Skinny:
     columns = weight.slices * weight.slice_width
     height = 8 if bucket == 1 and shape.role in ("gate_up", "head") else min(max(bucket, 16), 64)
@@ -83,7 +102,9 @@ def _skinny(weight: TiledWeight, shape: Shape, bucket: int) -> Skinny:
     stages = 3 if bucket >= 64 else 4
     if height == 128:
         return Skinny(128, columns, 3, 8, min(split_k, 4), height)
-    return Skinny(64, columns, stages, 4, split_k, height)
+    # Scales of small groups of gate and up need registers: more warps share the sums.
+    wide = fits_small_groups(weight) and shape.role == "gate_up" and height > 16
+    return Skinny(64, columns, stages, 8 if wide else 4, split_k, height)
 
 
 _QKV, _O = Shape("qkv", 6144, 4096), Shape("o", 4096, 4096)

@@ -84,6 +84,8 @@ PackedChoice: TypeAlias = Gemv | Skinny | None | Quantised | Row | Direct | Code
 
 def format_name(weight: TiledWeight) -> str:
     """The name of a format in the tables of `choice` and `tuned`."""
+    if fits_small_groups(weight):
+        return f"{weight.kind} {weight.group}" + (" offsets" if weight.offsets is not None else "")
     if weight.kind == "fp8" and has_groups(weight):
         return "fp8 blocks" if weight.group == 128 else "fp8 groups"
     if weight.kind == "int8" and has_groups(weight):
@@ -113,9 +115,10 @@ def fits_direct(weight: TiledWeight) -> bool:
 
 def fits_small_groups(weight: TiledWeight) -> bool:
     """Whether the kernel of `Direct` for small groups knows the format: that of a type of GGUF."""
-    if weight.zeros is not None or weight.order is not None:
+    if weight.zeros is not None or weight.order is not None or weight.row_group > 1:
         return False
-    return (weight.kind, weight.group) in SMALL_GROUPS and weight.columns % 8 == 0
+    small = (weight.kind, weight.group) in SMALL_GROUPS
+    return small and (weight.high is not None or weight.group < weight.columns)
 
 
 def fits_codes(weight: TiledWeight) -> bool:

@@ -84,6 +84,6 @@ def _version() -> str:
     """A hash of the kernels; measurements with other kernels are ignored."""
     digest = hashlib.sha256()
     here = Path(__file__).parent
-    for path in sorted([*here.glob("triton/*.py"), *here.glob("../quant/triton/*.py")]):
+    for path in sorted([*here.glob("**/triton/*.py"), *here.glob("../quant/triton/*.py")]):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]

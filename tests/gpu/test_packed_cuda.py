@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
 from torch import Tensor
 
 from slipstream.kernels import launch
+from slipstream.kernels.cpu.formats import STORED_TYPES
 from slipstream.kernels.linear.linear_choice import Gemv, Skinny
 from slipstream.kernels.packed.kinds import (
     Codes,
@@ -20,6 +23,7 @@ from slipstream.kernels.packed.kinds import (
     fits_direct,
     fits_gemv,
     fits_row,
+    fits_small_groups,
 )
 from slipstream.kernels.packed.linear import (
     choose_packed,
@@ -28,13 +32,16 @@ from slipstream.kernels.packed.linear import (
     packed_linear_parts,
 )
 from slipstream.kernels.quant.tiled import TiledWeight, prepare
+from slipstream.runner.loading.quantised.gguf import packed_rows
 
 from ..kernels.quant.random_weights import FORMATS, random_weight
+from ..kernels.test_cpu_weights import random_rows
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
+GGUF_TYPES = [name for name, kind in STORED_TYPES.items() if not kind.is_float and name != "MXFP4"]
 HALVES = [torch.bfloat16, torch.float16]
 BOUNDS = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 2e-5}
 
@@ -88,6 +95,8 @@ def test_every_format_is_exact(name: str, size: int, rows: int, dtype: torch.dty
             choices += [Row(16, 3, 4, 1), Row(32, 4, 2, 2, 2)]
         if rows == 1 and fits_direct(weight):
             choices += [Direct(1, 4, 2), Direct(2, 4, 1, split_k=2), Direct(1, 8, 1)]
+        if rows == 1 and fits_small_groups(weight):
+            choices += [Direct(1, 4, 2), Direct(1, 2, 1, split_k=2), Direct(1, 8, 1)]
         if rows == 9 and fits_row(weight):
             choices += [Row(16, 3, 4, 1, 4, 0), Row(16, 4, 4, 2, 4, 0)]
         for choice in choices:
@@ -101,6 +110,38 @@ def test_every_format_is_exact(name: str, size: int, rows: int, dtype: torch.dty
                 close(got, torch.nn.functional.silu(gate) * up, 2)
             else:
                 close(packed_linear(x, weight, bias, choice), product + bias.double())
+
+
+@pytest.mark.parametrize("columns", [1280, 1312, 2048])
+@pytest.mark.parametrize("name", GGUF_TYPES)
+def test_types_of_gguf_are_multiplied_as_they_are(name: str, columns: int) -> None:
+    """The chosen kernels for one row and more, with norm and residual: the memory that they read is
+    that of the file, and the numbers are those of the gguf package."""
+    if columns % STORED_TYPES[name].block_size:
+        pytest.skip("no whole blocks")
+    stored = random_rows(name, 384, columns)
+    exact = torch.from_numpy(dequantize(stored.data, GGMLQuantizationType[name]).copy())
+    exact = exact.view(384, columns).double().cuda()
+    weight = prepare(packed_rows(stored, torch.device("cuda")))
+    assert isinstance(weight, TiledWeight) and weight.nbytes <= 1.035 * stored.data.nbytes
+    assert torch.equal(weight.dequantise().double(), exact)
+    for rows in (1, 9, 33, 70):
+        x = torch.randn(rows, columns, device="cuda").bfloat16()
+        residual = torch.randn(rows, 384, device="cuda").bfloat16()
+        product = x.double() @ exact.T
+        scale = product.abs().amax()  # random scales have any size
+        choice = choose_packed(weight, "qkv", rows)
+        assert isinstance(choice, Direct if rows == 1 else Skinny)
+        parts = packed_linear_parts(x, weight, None, choice)
+        close(parts.sum(0) if parts.dim() == 3 else parts, product)
+        if rows == 1:
+            norm = torch.rand(columns, device="cuda").bfloat16(), 1e-5
+            wide = x.double()
+            normed = wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+            expected = normed * norm[0].double() @ exact.T
+            residual = residual * scale.bfloat16()
+            got = packed_linear(x, weight, None, choice, norm, residual)
+            close(got, expected + residual.double(), 2)
 
 
 @pytest.mark.parametrize("rows", [1, 33, 130])

@@ -76,7 +76,9 @@ def check_instructions() -> None:
             loads = kernel.asm["ttgir"].count("ttg.local_load")
             stores = kernel.asm["ttgir"].count("ttg.local_alloc %tiles")
             assert loads and not stores, f"{name} moves numbers through shared memory"
-        if name == "_packed_direct_kernel":
+        if name == "_direct_groups_kernel":  # the warps meet at the end only
+            assert assembly(kernel).count("BAR.SYNC") <= 2, "warps wait for each other"
+        if name in ("_packed_direct_kernel", "_direct_groups_kernel"):
             assert before.count("ld.global") >= 4, "words are loaded before the input is ready"
             assert kernel.metadata.shared <= 1024, "words pass through shared memory"
         if name == "_coded_kernel":  # codes go from memory to the tensor cores
@@ -118,8 +120,15 @@ def few() -> None:
     one("fp8", qkv, Direct(1, 4, 2), 1)
     one("fp8b", gate_up, Direct(2, 8, 1), 1)
     one("q4k", gate_up, Skinny(64, 128, 3, 4, 1, 16), 9)
-    one("q6k", qkv, Skinny(64, 32, 4, 4, 2, 16), 9)
-    for name, rows in (("fp8b", 8), ("int4z", 1), ("q4k", 8), ("nvfp4", 64)):
+    one("q5k", gate_up, Skinny(64, 128, 3, 4, 1, 16), 9)
+    one("q5_0", gate_up, Skinny(64, 128, 3, 8, 1, 64), 64)
+    one("q6k", qkv, Skinny(64, 128, 4, 4, 2, 16), 9)
+    one("q4k", gate_up, Direct(1, 4, 1), 1)
+    one("q5k", qkv, Direct(1, 4, 1), 1)
+    one("q5_1", gate_up, Direct(1, 4, 2), 1)
+    one("q6k", qkv, Direct(1, 4, 1, split_k=2), 1)
+    one("q8_0", gate_up, Direct(1, 4, 1), 1)
+    for name, rows in (("fp8b", 8), ("int4z", 1), ("q4k", 8), ("q5k", 8), ("nvfp4", 64)):
         experts(name, QWEN, rows)
     for rows in (1, 17, 300):  # each form, and both ways of sorting rows
         narrow_experts(GPT_OSS, rows, whole=rows == 1)
@@ -141,7 +150,7 @@ def few() -> None:
     norm = meta(1024), 1e-5
     x, weight, residual = meta(9, 1024), tile_on_meta("fp8b", qkv), meta(9, 512)
     packed_linear(x, weight, None, Skinny(64, 128, 3, 4, 1, 16, norm=1), norm, residual)
-    for name in ("fp8b", "int4z", "q5k", "nvfp4", "mxfp4"):
+    for name in ("fp8b", "int4z", "q4k", "q5k", "q6k", "nvfp4", "mxfp4"):
         packed_linear(x, tile_on_meta(name, qkv))
     block = replace(tile_on_meta("fp8b", Shape("o", 32, 32)), group=32)  # of all columns
     packed_linear(meta(20, 32), block, None, Skinny(64, 128, 4, 4, 1, 32))

@@ -1,4 +1,4 @@
-"""Prints Triton's hashes of all functions in `kernels/*/triton`, in two orders.
+"""Prints Triton's hashes of all functions in the folders `triton` of `kernels`, in two orders.
 
 One line has kernels first and the other functions first; both should be equal.
 `test_compile_ahead.py` runs it in a process of its own, which forks for each order.
@@ -18,11 +18,11 @@ from slipstream import kernels
 
 found = {}
 folder = next(iter(kernels.__path__))
-for path in sorted(Path(folder).glob("*/triton/*.py")):
+for path in sorted(Path(folder).glob("**/triton/*.py")):
     parts = path.relative_to(folder).with_suffix("").parts
     namespace = vars(importlib.import_module(".".join(("slipstream.kernels", *parts))))
     found |= {
-        f"{path.stem}.{name}": value
+        f"{path.parent.parent.name}.{path.stem}.{name}": value
         for name, value in namespace.items()
         if isinstance(value, JITFunction)
     }

@@ -34,7 +34,14 @@ from torch import Tensor
 from slipstream.kernels.compile_ahead import ForkingExecutor, compiling_only, without_gpu
 from slipstream.kernels.device import Card
 from slipstream.kernels.linear.linear_choice import H100_WINNERS, Gemv, Shape, Skinny
-from slipstream.kernels.packed.kinds import Direct, PackedChoice, Quantised, Row, format_name
+from slipstream.kernels.packed.kinds import (
+    SMALL_GROUPS,
+    Direct,
+    PackedChoice,
+    Quantised,
+    Row,
+    format_name,
+)
 from slipstream.kernels.packed.linear import (
     packed_gated_linear,
     packed_linear,
@@ -104,6 +111,11 @@ def candidates(name: str, shape: Shape, rows: int) -> Iterator[PackedChoice]:
         for block_n, stages, warps, spans in ROW_TILES:
             for split_k in (1, 2) if shape.may_split else (1,):
                 yield Row(block_n, stages, warps, split_k, spans, int(rows == 1))
+    small = (kind, group) in SMALL_GROUPS
+    if rows == 1 and small:
+        for warps, ahead in ((4, 1), (4, 2), (8, 1), (2, 2)):
+            for split_k in (1, 2) if shape.may_split else (1,):
+                yield Direct(1, warps, ahead, split_k)
     if rows == 1 and group in (0, 64, 128) and kind != "fp4":
         for tiles, warps, ahead in DIRECT_TILES:
             for split_k in (1, 2) if shape.may_split else (1,):
@@ -114,6 +126,8 @@ def candidates(name: str, shape: Shape, rows: int) -> Iterator[PackedChoice]:
         for block_n, stages, warps in TILES[height][: 5 if name in HEAD_FORMATS else 2]:
             if shape.role == "gate_up" and height == 64 and stages > 3:
                 continue
+            if small and shape.role == "gate_up" and height > 16:
+                warps = 8  # which the registers need, see `choice._skinny`
             if shape.role == "gate_up" and height >= 128 and columns == 256:
                 stages = 2  # as much as shared memory holds
             tiles = -(-shape.outputs // block_n) * max(1, rows // height)

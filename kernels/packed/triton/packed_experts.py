@@ -214,7 +214,9 @@ def tiles_of(weight: TiledWeight, block_m: int, gated: bool, programs: int) -> T
         return Tiles(16, columns, 4, 1) if _tile_width(weight) == 64 else Tiles(32, columns, 4, 2)
     if block_m >= 128:
         return Tiles(128, columns, 2 if columns > 128 else 3, 8)
-    return Tiles(64, columns, 3 if gated or block_m == 64 else 4, 4)
+    # Scales of small groups need registers: more warps share the sums.
+    warps = 8 if _tile_width(weight) < 64 and block_m >= 32 else 4
+    return Tiles(64, columns, 3 if gated or block_m == 64 else 4, warps)
 
 
 def _tile_width(weight: TiledWeight) -> int:

@@ -95,6 +95,8 @@ def add_span(
                 if KIND == 2:
                     offset += 8.0 * scale
                 acc += offset[:, None] * tl.sum(xs[g].to(tl.float32), 1)[None, :]
+                if ASSEMBLY:  # reads the sum, so that fewer sums are in registers at once
+                    tl.inline_asm_elementwise("", "=r,f", [acc], tl.int32, is_pure=False, pack=1)
     else:
         made = ()
         for i in tl.static_range(SLICES):

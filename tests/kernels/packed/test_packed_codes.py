@@ -10,9 +10,16 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from slipstream.kernels.quant.packed import Kind, PackedWeight  # noqa: E402
+from slipstream.kernels.quant.packed import (  # noqa: E402
+    HIGH_BITS,
+    Kind,
+    PackedWeight,
+    pack_bits,
+)
+from slipstream.kernels.quant.planes import plane_words  # noqa: E402
 from slipstream.kernels.quant.tiled import FP4_FIELDS, FP4_SIGNS, slices_of  # noqa: E402
 from slipstream.kernels.quant.triton import packed_codes  # noqa: E402
+from slipstream.kernels.quant.triton.plane_codes import UNITS, assembly  # noqa: E402
 
 MASK = 0xFFFFFFFF
 HALVES = {"bf16": torch.bfloat16, "f16": torch.float16}
@@ -50,13 +57,11 @@ def run(assembly: str, word: Tensor, outputs: int, *others: Tensor) -> list[Tens
         inputs = [get(operand) for operand in operands]
         if kind == "lop3":
             a, b, c, table = inputs
-            values[target] = {0xEA: a & b | c, 0x6A: a & b ^ c}[int(table)]
+            values[target] = {0xEA: a & b | c, 0x6A: a & b ^ c, 0xE4: a & c | b & ~c}[int(table)]
         elif kind == "fma":
-            product = halves(inputs[0], torch.bfloat16) * halves(
-                inputs[1].expand_as(word), torch.bfloat16
-            )
-            exact = product + halves(inputs[2].expand_as(word), torch.bfloat16)
-            values[target] = joined(exact, torch.bfloat16)
+            dtype = HALVES[name.rsplit(".", 1)[1].removesuffix("x2")]
+            a, b, c = (halves(register.expand_as(word), dtype) for register in inputs)
+            values[target] = joined(a * b + c, dtype)
         elif kind in ("mul", "sub"):
             dtype = HALVES[name.rsplit(".", 1)[1].removesuffix("x2")]
             values[target] = paired(kind, inputs[0], inputs[1], dtype)
@@ -163,3 +168,31 @@ def test_masks_alone_give_numbers_times_a_power_of_two(
         pair = halves(register, dtype) * factors[index]
         assert torch.equal(pair[:, 0], numbers.double())
         assert torch.equal(pair[:, 1], torch.roll(numbers.double(), 77))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("kind", HIGH_BITS)
+def test_words_of_two_planes_become_their_numbers(kind: Kind, dtype: str) -> None:
+    """Every code comes out of every slice, from the words that tiling makes."""
+    bits = 4 + HIGH_BITS[kind]
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 1 << bits, (64, 256), generator=generator).byte()
+    low, high = plane_words(
+        pack_bits(codes & 15, 4), pack_bits(codes >> 4, bits - 4), kind, codes.shape[1]
+    )
+    words, rest = (plane.long() & 0xFFFF for plane in (low, high))
+    tiles, unit = 4 // HIGH_BITS[kind], UNITS[HALVES[dtype]]
+    for tile in range(low.shape[1] // 16):
+        span = tile // tiles
+        left = words[:, 16 * tile : 16 * tile + 16].flatten()
+        right = rest[:, 16 * span : 16 * span + 16].flatten()
+        pair = left | torch.roll(left, 1) << 16, right | torch.roll(right, 1) << 16
+        for centred in (False, True):
+            zero = 8 << bits - 4 if centred else 0
+            text = assembly(kind, tile % tiles, dtype, centred)
+            for index, register in enumerate(run(text, pair[0], 4, pair[1])):
+                start = 64 * tile + 16 * index
+                expected = codes[:, start : start + 16].flatten().double() - zero
+                found = halves(register, HALVES[dtype]) * unit
+                assert torch.equal(found[:, 0], expected)
+                assert torch.equal(found[:, 1], torch.roll(expected, 1))

@@ -26,52 +26,15 @@ from ....quant.triton.plane_codes import PLANE_KINDS, plane_numbers, unit_of
 from ...kinds import GATE_UP, PARTS, PLAIN, Direct, fits_small_groups
 from ...triton.packed_direct import _finish
 from ...triton.packed_lanes import lanes_of, load_tile, wide
-
-
-@triton.jit
-def _words_of(pairs):
-    """Words [8, SPANS, 2 * P] of pairs [8, SPANS, P] int32."""
-    both = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16))
-    return tl.reshape(both, [pairs.shape[0], pairs.shape[1], 2 * pairs.shape[2]])
-
-
-@triton.jit
-def _left(a, b, FIRST: tl.constexpr, PER: tl.constexpr, WIDTH: tl.constexpr):
-    """The left operand [SPANS, 16, GROUP] of a group: slices from FIRST on of rows 0 to 7 (a) and
-    8 to 15 (b), in an order of columns in which a lane has 4 neighbours."""
-    SPANS: tl.constexpr = a[0].shape[1]
-    if PER == 2:
-        low, high = tl.join(a[FIRST], a[FIRST + 1]), tl.join(b[FIRST], b[FIRST + 1])
-        both = tl.reshape(tl.join(low, high), [8, SPANS, 4, 4, 2, 2])
-        both = tl.permute(both, (1, 5, 0, 4, 2, 3))
-    elif WIDTH == 16:
-        both = tl.permute(tl.join(a[FIRST], b[FIRST]), (1, 3, 0, 2))
-    else:
-        both = tl.reshape(tl.join(a[FIRST], b[FIRST]), [8, SPANS, 4, 2, 4, 2])
-        both = tl.permute(both, (1, 5, 0, 3, 2, 4))
-    return tl.reshape(both, [SPANS, 16, PER * WIDTH])
-
-
-@triton.jit
-def _right(x0, x1, GROUP: tl.constexpr):
-    """The right operand [SPANS, GROUP, 8] of the groups of a unit, in the same order of columns, of
-    halves of 16 columns [8, SPANS, 16]."""
-    SPANS: tl.constexpr = x0.shape[1]
-    if GROUP == 32:
-        both = tl.reshape(tl.join(x0, x1), [8, SPANS, 4, 4, 2])
-        both = tl.permute(both, (1, 4, 2, 3, 0))
-    else:
-        both = tl.permute(x0, (1, 2, 0))
-    return tl.reshape(both, [SPANS, GROUP, 8])
-
-
-@triton.jit
-def _columns(WIDTH: tl.constexpr):
-    """The columns of a group's first half: those of the first 4 words of each lane."""
-    j = tl.arange(0, 16)
-    if WIDTH == 32:
-        j = j // 4 * 8 + j % 4
-    return j
+from .group_lanes import (
+    first_columns,
+    left_of_group,
+    right_of_groups,
+    scale_lanes,
+    scales_by_row,
+    scales_inside,
+    words_of,
+)
 
 
 @triton.jit
@@ -84,7 +47,7 @@ def _input(
     HALF: tl.constexpr = 16 if WIDTH == 16 else 4  # columns from a half to the next
     s = unit + step + tl.arange(0, SPANS)
     own = (tl.arange(0, SPANS)[None, :] * 8 + tl.arange(0, 8)[:, None])[:, :, None] * GROUP
-    own += _columns(WIDTH)[None, None]
+    own += first_columns(WIDTH)[None, None]
     start = wide(unit) * (8 * GROUP)
     loaded = ()
     for u in tl.static_range(GROUP // 16):
@@ -97,52 +60,7 @@ def _input(
             factor = load_tile(gain + own + start + at, inside, MASKED, "")
             half = (value * factor.to(tl.float32)).to(half.dtype)
         loaded += (half,)
-    return _right(loaded[0], loaded[GROUP // 16 - 1], GROUP), squares
-
-
-@triton.jit
-def _scale_lanes(source, rows, stride, row_stride, SPANS: tl.constexpr, P: tl.constexpr):
-    """Pointers [8, SPANS, 8] to scales of 8 rows and groups, or [4, 8, SPANS, 2] of pairs of groups
-    if rows are neighbours in memory.
-
-    Lanes are along pairs, then along rows, as in sums of the tensor cores. The compiler must not
-    see that rows are neighbours, or it would choose other lanes: `row_stride` is unknown to it.
-    """
-    if P > 1:
-        group = tl.arange(0, 8)[None, None, :]
-        unit = (tl.arange(0, SPANS) * (8 // P))[None, :, None]
-        at = (unit + group // P) * stride + group % P
-        pointers = source + (at + (rows * P)[:, None, None])
-    else:
-        group = (tl.arange(0, 4) * 2)[:, None, None, None] + tl.arange(0, 2)[None, None, None]
-        unit = (tl.arange(0, SPANS) * 8)[None, None, :, None]
-        at = (unit + group) * stride + (rows * row_stride)[None, :, None, None]
-        pointers = source + at
-    return pointers
-
-
-@triton.jit
-def _scales_inside(s, is_unit, rows_inside, num_groups, P: tl.constexpr):
-    """Which of the scales of `_scale_lanes` there are."""
-    if P > 1:
-        group = s[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
-        inside = is_unit[None, :, None] & (group < num_groups) & rows_inside[:, None, None]
-    else:
-        group = s[None, :, None] * 8 + (tl.arange(0, 4) * 2)[:, None, None]
-        group += tl.arange(0, 2)[None, None, :]
-        inside = (is_unit[None, :, None] & (group < num_groups))[:, None]
-        inside = inside & rows_inside[None, :, None, None]
-    return inside
-
-
-@triton.jit
-def _by_row(a, b, P: tl.constexpr):
-    """Scales [SPANS, 16, 8] in float32 of those of rows 0 to 7 (a) and 8 to 15 (b)."""
-    if P > 1:
-        both = tl.permute(tl.join(a, b), (1, 3, 0, 2))
-    else:
-        both = tl.permute(tl.join(a, b), (2, 4, 1, 0, 3))
-    return tl.reshape(both, [both.shape[0], 16, 8]).to(tl.float32)
+    return right_of_groups(loaded[0], loaded[GROUP // 16 - 1], GROUP), squares
 
 
 @triton.jit
@@ -183,7 +101,7 @@ def _load(
     for field in tl.static_range(2):
         for half in tl.static_range(2):
             if OFFSETS or field == 0:
-                there = _scales_inside(s, is_unit, insides[half], num_groups, P)
+                there = scales_inside(s, is_unit, insides[half], num_groups, P)
                 loaded += (load_tile(pointers[4 + 2 * field + half] + at, there, MASKED, ""),)
             else:
                 loaded += (is_unit,)
@@ -206,7 +124,7 @@ def _tile_numbers(
     OFFSETS: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """The numbers of the slices of a tile of words, before scales."""
-    words = _words_of(pairs)
+    words = words_of(pairs)
     if KIND >= 4:
         tiles = plane_numbers(words, high, TILE, KIND, DTYPE, not OFFSETS, ASSEMBLY)
     elif KIND == 2 and ASSEMBLY and DTYPE == tl.bfloat16:
@@ -231,20 +149,20 @@ def _add(sums, loaded, xt, FORM: tl.constexpr, UNIT: tl.constexpr, ASSEMBLY: tl.
     own = tl.zeros([xt.shape[0], 16, 8], tl.float32)
     high_a, high_b = loaded[2 * LOWS], loaded[2 * LOWS + 1]
     if KIND >= 4:
-        high_a, high_b = _words_of(high_a), _words_of(high_b)
+        high_a, high_b = words_of(high_a), words_of(high_b)
     for t in tl.static_range(LOWS):
         a = _tile_numbers(loaded[t], high_a, t, KIND, xt.dtype, OFFSETS, ASSEMBLY)
         b = _tile_numbers(loaded[LOWS + t], high_b, t, KIND, xt.dtype, OFFSETS, ASSEMBLY)
         for i in tl.static_range(COUNT):
-            part = tl.dot(_left(a, b, i * PER, PER, WIDTH), xt)
+            part = tl.dot(left_of_group(a, b, i * PER, PER, WIDTH), xt)
             own = tl.where(column == t * COUNT + i, part, own)
     own *= UNIT
-    scales = _by_row(loaded[2 * LOWS + 2], loaded[2 * LOWS + 3], P)
+    scales = scales_by_row(loaded[2 * LOWS + 2], loaded[2 * LOWS + 3], P)
     if OFFSETS:
         total = tl.dot(tl.full([xt.shape[0], 16, xt.shape[1]], 1.0, xt.dtype), xt)
         if KIND == 2:  # from whose codes 8 was subtracted
             own += 8.0 * total
-        less = _by_row(loaded[2 * LOWS + 4], loaded[2 * LOWS + 5], P) * total
+        less = scales_by_row(loaded[2 * LOWS + 4], loaded[2 * LOWS + 5], P) * total
         if SUPER:
             less *= loaded[2 * LOWS + 7].to(tl.float32)[:, :, None]
         sums += less
@@ -320,10 +238,10 @@ def _direct_groups_kernel(
         lanes_of(words, upper, num_words // 2, LOWS * WIDTH // 2, SPANS, WIDTH // 2),
         lanes_of(high, low, num_high // 2, WIDTH // 2, SPANS, WIDTH // 2),
         lanes_of(high, upper, num_high // 2, WIDTH // 2, SPANS, WIDTH // 2),
-        _scale_lanes(scales, low, stride, row_stride, SPANS, P),
-        _scale_lanes(scales, upper, stride, row_stride, SPANS, P),
-        _scale_lanes(offsets, low, stride, row_stride, SPANS, P),
-        _scale_lanes(offsets, upper, stride, row_stride, SPANS, P),
+        scale_lanes(scales, low, stride, row_stride, SPANS, P),
+        scale_lanes(scales, upper, stride, row_stride, SPANS, P),
+        scale_lanes(offsets, low, stride, row_stride, SPANS, P),
+        scale_lanes(offsets, upper, stride, row_stride, SPANS, P),
         super_scales + none,
         super_offsets + none,
     )
