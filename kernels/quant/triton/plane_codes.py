@@ -152,17 +152,13 @@ def plane_numbers(
     """The numbers of 4 slices before scales, divided by `unit_of`: a tuple of 4 tiles."""
     if ASSEMBLY:
         if DTYPE == tl.bfloat16:
-            if KIND == 4:
-                LINES: tl.constexpr = CENTRED_INT5_BF16 if CENTRED else INT5_BF16
-            else:
-                LINES: tl.constexpr = CENTRED_INT6_BF16 if CENTRED else INT6_BF16
-            tiles = _bf16(low, high, _of_tile(LINES, TILE))
+            FIVE: tl.constexpr = CENTRED_INT5_BF16 if CENTRED else INT5_BF16
+            SIX: tl.constexpr = CENTRED_INT6_BF16 if CENTRED else INT6_BF16
+            tiles = _bf16(low, high, _of_tile(FIVE if KIND == 4 else SIX, TILE))
         else:
-            if KIND == 4:
-                LINES: tl.constexpr = CENTRED_INT5_F16 if CENTRED else INT5_F16
-            else:
-                LINES: tl.constexpr = CENTRED_INT6_F16 if CENTRED else INT6_F16
-            tiles = _f16(low, high, _of_tile(LINES, TILE))
+            FIVE_F16: tl.constexpr = CENTRED_INT5_F16 if CENTRED else INT5_F16
+            SIX_F16: tl.constexpr = CENTRED_INT6_F16 if CENTRED else INT6_F16
+            tiles = _f16(low, high, _of_tile(FIVE_F16 if KIND == 4 else SIX_F16, TILE))
         a, b, c, d = tiles
     else:
         ZERO: tl.constexpr = (8 << (KIND - 3)) if CENTRED else 0

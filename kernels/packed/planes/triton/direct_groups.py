@@ -7,7 +7,7 @@ Only the product with its own group is kept: a diagonal. So scales and offsets o
 multiply one tile of sums.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment"
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment, misc"
 
 from __future__ import annotations
 
