@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from slipstream.kernels.linear.linear_choice import Skinny
 from slipstream.kernels.packed.kinds import (
     GATE_UP,
     PARTS,
@@ -109,3 +110,19 @@ def test_small_groups_have_a_kernel_for_one_row(
         got = multiply(x, weight, choice, GATE_UP, bias, "silu", norm)
         close(got, torch.nn.functional.silu(gate) * up, 2)
     close(multiply(x, weight, choice), x.double() @ exact.T)
+
+
+@pytest.mark.parametrize("name", ["int4 32 super", "int5 32 super", "int6 16 super"])
+def test_the_first_rows_of_a_matrix_are_multiplied_where_they_are(name: str) -> None:
+    """A head is cut to the tokens that there are; its scales keep their strides."""
+    from slipstream.kernels.packed.planes.triton import direct_groups
+    from slipstream.kernels.packed.triton import packed_skinny
+    from slipstream.kernels.quant.triton.widen import widen
+
+    packed = random_weight(name, 40, 512)
+    weight, exact = tile(packed).first_rows(19), packed.dequantise()[:19]
+    x = torch.randn(3, 512).half()
+    product = x.double() @ exact.double().T
+    close(direct_groups.multiply(x[:1], weight, Direct(1, 2, 1)), product[:1])
+    close(packed_skinny.multiply(x, weight, Skinny(16, 0, 3, 4, 1, 16)), product)
+    assert torch.equal(widen(weight, torch.float32), exact)
