@@ -1,7 +1,7 @@
 """Triton experts whose matrices are quantised, in every format that linear layers have.
 
 It works as `kernels.linear.triton.moe`, but a tile of words becomes tiles of numbers in registers,
-so that a step reads 4 or 8 bits of each weight. Products are scaled as in `packed_skinny`: no
+so that a step reads 4 to 8 bits of each weight. Products are scaled as in `packed_skinny`: no
 weight is rounded, unless a tile has 128 rows or more.
 """
 
