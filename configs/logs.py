@@ -9,6 +9,7 @@ import atexit
 import json
 import logging
 import queue
+import threading
 import time
 from contextvars import ContextVar
 from logging.handlers import QueueHandler, QueueListener
@@ -112,3 +113,13 @@ class _LazyQueueHandler(QueueHandler):
             self._listener.start()
             atexit.register(self._listener.stop)
         super().enqueue(record)
+
+
+def share_bars_between_threads() -> None:
+    """Set tqdm's lock; call this before the process draws its first bar.
+
+    A lock between threads is enough, because only one of our processes draws bars."""
+    from tqdm import tqdm
+
+    if not hasattr(tqdm, "_lock"):
+        tqdm.set_lock(threading.RLock())

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TextIO
 
-from ..configs.bars import share_bars_between_threads
+from ..configs.logs import share_bars_between_threads
 from ..runner.messages import Progress
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from ..messages import (
 )
 from ..parallel.engine_group import Calls
 from ..parallel.group import RankGroup
-from ..parallel.rendezvous import rendezvous_of_engines
+from ..parallel.rank_processes import rendezvous_of_engines
 from ..process import EngineOrders, Hosted, end_now
 from ..scheduling.draft_planner import DraftPlanner, plan_drafts
 from ..scheduling.kv_blocks import KVBlocks

@@ -30,9 +30,8 @@ from ..parallel.commands import (
 from ..parallel.engine_group import Calls, EngineGroup
 from ..parallel.experts import ExpertRanks, RowExchange
 from ..parallel.group import RankGroup
-from ..parallel.rank_processes import Host
+from ..parallel.rank_processes import Host, Rendezvous
 from ..parallel.ranks import Ranks
-from ..parallel.rendezvous import Rendezvous
 from ..parallel.small_sums import GiveUp
 from ..process import EngineOrders
 from ..scheduling.plan import RowResult, StepPlan

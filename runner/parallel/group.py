@@ -37,8 +37,14 @@ from .commands import (
     answer_decoder,
     encoder,
 )
-from .rank_processes import HostedRanks, LocalRanks, Meeting, RankProcesses
-from .rendezvous import Rendezvous, open_rendezvous
+from .rank_processes import (
+    HostedRanks,
+    LocalRanks,
+    Meeting,
+    RankProcesses,
+    Rendezvous,
+    open_rendezvous,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Who starts the processes of the other ranks: this process, or the server on several hosts."""
+"""Who starts the processes of the other ranks (this one, or the servers); where ranks meet."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ...configs.schema import Config
-from ..messages import StartRanks
-from ..process import EngineOrders, WorkerOrders, start_process
+from ..messages import EnginesMeet, StartRanks
+from ..process import EngineOrders, Hosted, WorkerOrders, start_process
 
 
 @dataclass(frozen=True)
@@ -122,3 +122,35 @@ def devices_from(rank: int, size: int) -> str:
     stated = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = [str(i) for i in range(size)] if stated is None else stated.split(",")
     return ",".join([*devices[rank:], *devices[:rank]])
+
+
+class Rendezvous(NamedTuple):
+    """The place of a group, as one of its ranks sees it."""
+
+    where: str  # see `collectives.meet`
+    host: Host | None = None  # of this process, if the group is on several hosts
+
+
+def open_rendezvous(hosted: Hosted) -> Rendezvous:
+    """Listen on a free port of this host for the ranks of a group. Raises OSError."""
+    address = hosted.address
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, 0), family=family)
+    return Rendezvous(f"tcp://{address}:{listener.getsockname()[1]}", Host(address, listener))
+
+
+def rendezvous_of_engines(
+    orders: EngineOrders, hosted: Hosted | None, tell: Callable[[EnginesMeet], None]
+) -> Rendezvous:
+    """The place of all ranks of the engines that share experts, for the first rank of one of them.
+
+    On several hosts the first engine listens and tells the server, which then starts the others.
+    Raises OSError.
+    """
+    if hosted is None:
+        return Rendezvous(f"{orders.folder}/ranks")
+    if orders.rendezvous:
+        return Rendezvous(orders.rendezvous, Host(hosted.address))
+    found = open_rendezvous(hosted)
+    tell(EnginesMeet(found.where))
+    return found

@@ -23,7 +23,7 @@ from ..batch.sampling_state import Feature
 from ..batch.step_output import RowLayout, StepHandle, StepTensors
 from ..graphs.capture import paused_garbage_collector
 from ..graphs.manager import CaptureReport, RebuiltStates
-from ..sampling.prompt_logprobs import PromptLogprobs
+from ..sampling.logprobs import PromptLogprobs
 from ..scheduling.plan import StepPlan
 from .data_parallel import StepAgreement
 from .draft_reports import DraftReports, Report

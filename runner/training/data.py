@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...configs.schema import Config
 from ...speculators.training.dataset import TrainingSequence
-from ...speculators.training.geometry import HeadGeometry, check_taps
+from ...speculators.training.head import HeadGeometry, check_taps
 from ...speculators.training.objective import Batch
 from ..attention.base import AttentionState, CommonAttentionMetadata
 from ..batch.host_copy import StagingPool

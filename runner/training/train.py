@@ -17,12 +17,11 @@ import msgspec
 import torch
 from tqdm import tqdm
 
-from ...configs.bars import share_bars_between_threads
+from ...configs.logs import share_bars_between_threads
 from ...configs.training import TrainJob
 from ...speculators.training.dataset import TrainingSequence
 from ...speculators.training.export import Verifier, save_head
-from ...speculators.training.geometry import HeadGeometry, check_taps, default_taps
-from ...speculators.training.head import TrainingHead
+from ...speculators.training.head import HeadGeometry, TrainingHead, check_taps, default_taps
 from ...speculators.training.model_card import Facts, write_model_card
 from ...speculators.training.plot import plot_training
 from ...speculators.training.trainer import Evaluation, Trainer

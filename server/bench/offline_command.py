@@ -9,9 +9,9 @@ import sys
 from contextlib import AsyncExitStack
 from typing import Any
 
-from ...configs.bars import share_bars_between_threads
 from ...configs.hosts import check_one_host
 from ...configs.load import add_flags, load_config
+from ...configs.logs import share_bars_between_threads
 from ...configs.options import ConfigError
 from ...configs.schema import Config
 from .output import (
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     from ..drafters.acceptance import MeasurementFailed
     from ..engine.engine_client import WorkerFailed
     from .offline import Workload
-    from .plot import check_plot
+    from .output import check_plot
 
     try:
         batch_sizes = [int(part) for part in args.batch_sizes.split(",")]
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
 def _figures(configs: list[Config], load: Any, args: argparse.Namespace) -> dict[str, Any]:
     """Measure each configuration, print the comparison, and draw the plot if one is wanted."""
     from .offline import gains
-    from .plot import plot_offline
+    from .output import plot_offline
 
     runs = [asyncio.run(_measure(config, load, args)) for config in configs]
     for text in gains(runs):

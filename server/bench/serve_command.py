@@ -116,7 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print; returns the exit status, which is 1 if any request failed."""
-    from .plot import check_plot
+    from .output import check_plot
 
     check_least(args, _LEAST)
     if not (args.request_rate > 0 and args.burstiness > 0):
@@ -256,7 +256,7 @@ def _failed(why: str) -> None:
 
 def _show(args: argparse.Namespace, found: dict[str, Any]) -> None:
     from .client_processes import BOTTLENECK_SHARE
-    from .plot import plot_serve
+    from .output import plot_serve
 
     for name, label in _COUNTS.items():
         print(f"{label:24} {found[name]:>12}")

@@ -1,4 +1,4 @@
-"""The OpenAPI document: bodies from pydantic models, replies from msgspec structs.
+"""The OpenAPI document and page: bodies from pydantic models, replies from msgspec structs.
 
 Routes read their bodies themselves (see `body`), so FastAPI cannot describe them.
 """
@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI
+from fastapi import FastAPI, Response
 from pydantic import BaseModel
 
-from ..errors import ErrorBody
+from ..errors import ErrorBody, NotSupported
 
 Operation = tuple[str, str]  # method and path
 _REF = "#/components/schemas/{model}"
@@ -87,3 +87,27 @@ def _body(
     components[body.__name__] = schema
     reference = {"$ref": _REF.format(model=body.__name__)}
     return {"required": True, "content": {"application/json": {"schema": reference}}}
+
+
+_ADVICE = (
+    "The API page is not installed; `pip install 'slipstream[docs]'` adds it. "
+    "The OpenAPI document is at /openapi.json."
+)
+
+
+def app_with_page(**settings: Any) -> FastAPI:
+    """An application with `settings` and /docs.
+
+    Without the extra `docs`, /docs answers 404 with the command that installs it.
+    """
+    try:
+        from fastapi_offline import FastAPIOffline
+    except ImportError:
+        app = FastAPI(docs_url=None, redoc_url=None, **settings)
+        app.add_api_route("/docs", _absent, include_in_schema=False)
+        return app
+    return FastAPIOffline(docs_url="/docs", redoc_url=None, static_url="/docs/assets", **settings)
+
+
+async def _absent() -> Response:
+    raise NotSupported(_ADVICE)

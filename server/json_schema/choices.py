@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .context import Context
 from .numbers import listed
 from .one_of import make_exclusive
-from .shape import KNOWN, TYPES, Schema, SchemaError
+from .shape import KNOWN, TYPES, Context, Schema, SchemaError
 
 _CHOOSERS = ("enum", "const", "anyOf", "oneOf", "allOf")
 

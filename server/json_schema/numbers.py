@@ -10,8 +10,7 @@ import math
 from fractions import Fraction
 from typing import Any
 
-from .context import Context
-from .shape import Schema, SchemaError
+from .shape import Context, Schema, SchemaError
 
 MAX_LISTED = 1000  # multiples that are listed at most
 _MAX_DIVISOR = 1024  # the compiler's automaton has one state per remainder

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from .context import Context
 from .regex_syntax import HalfSurrogate, RegexError
 from .regex_text import are_apart, json_pattern, may_match
 from .sequences import clamp_counts
-from .shape import KNOWN, Schema, SchemaError, pattern_weight
+from .shape import KNOWN, Context, Schema, SchemaError, pattern_weight
 
 _NAME_KEYWORDS = {"type", "enum", "const", "pattern", "minLength", "maxLength", "format"}
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import msgspec
 
-from .context import Context
-from .shape import KNOWN, TYPE_OF, TYPES, Schema, SchemaError
+from .shape import KNOWN, TYPE_OF, TYPES, Context, Schema, SchemaError
 
 _MAX_BRANCHES = 64
 _WHY = "cannot be enforced, because a value may satisfy several of its schemas"

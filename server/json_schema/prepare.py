@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from .choices import choose, filter_values, unwrap_all_of_one
-from .context import Context
 from .numbers import limit_number
 from .objects import limit_object
 from .sequences import limit_array, limit_string
@@ -22,6 +21,7 @@ from .shape import (
     TYPES,
     UNENFORCED,
     Budget,
+    Context,
     Schema,
     SchemaError,
 )

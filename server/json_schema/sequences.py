@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from .context import Context
 from .regex_syntax import HalfSurrogate, RegexError
 from .regex_text import json_pattern, length_pattern
-from .shape import Schema, SchemaError, pattern_weight
+from .shape import Context, Schema, SchemaError, pattern_weight
 
 MAX_COUNT = 1_000_000  # largest count of items, characters or properties
 

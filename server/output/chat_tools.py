@@ -23,9 +23,8 @@ from ..text.tokenizer import Tokenizer
 from ..tool_parsers import detect_tool_parser, tool_parser_class
 from ..tool_parsers.base import Parser, ToolParser
 from ..tool_parsers.deepseek import DsmlToolParser
-from ..tool_parsers.forced import ForcedToolParser, forced_grammar
+from ..tool_parsers.forced import ForcedToolParser, forced_grammar, strict_grammar
 from ..tool_parsers.hermes import BEGIN, HermesToolParser
-from ..tool_parsers.strict import strict_grammar
 from .chat_output import EventParser, MessageParser, OutputParser, PlainText, TokenIds
 from .grammars import grammar_of, grammar_of_calls
 from .reasoning import ReasoningParser, detect_reasoning_parser, reasoning_parser_class

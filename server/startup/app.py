@@ -25,10 +25,9 @@ from ..chat_templates.template_children import TemplateChildren
 from ..drafters.capture import TrafficCapture
 from ..errors import install_error_handlers
 from ..generation.services import Engine, Services
-from ..http.api_page import app_with_page
 from ..http.body import BodyReader
 from ..http.middleware import BodyLimit, Faults, Keys, RequestScope
-from ..http.openapi import Documented, install_openapi
+from ..http.openapi import Documented, app_with_page, install_openapi
 from ..live_page.routes import live_routes
 from ..metrics import Metrics
 from ..openai_types.chat import ChatCompletionRequest

@@ -38,8 +38,8 @@ from ..startup.app import create_app
 from ..startup.model_files import ModelFilesError, check_model_files
 from ..text.tokenizer import Tokenizer, TokenizerLoadError
 from ..version import version
+from .diagnosis.causes import read_head
 from .diagnosis.experiments import Patient, accepted, diagnose, try_boundaries
-from .diagnosis.head_files import read_head
 from .drafts import judge_proposals, tally
 from .endpoint import Endpoint
 from .plan import Plan, Subject, drafts_are_one_hot

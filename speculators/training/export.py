@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from .geometry import HeadGeometry
+from .head import HeadGeometry
 from .vocabulary import DraftVocabulary
 
 FORMATS = ("specforge", "speculators")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ...configs.training import TrainJob
 from .dataset import TrainingSequence
-from .geometry import HeadGeometry
+from .head import HeadGeometry
 from .vocabulary import DraftVocabulary
 
 

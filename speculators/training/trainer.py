@@ -19,8 +19,7 @@ from tqdm import tqdm
 from ...configs.training import TrainingConfig
 from .checkpoint import ProgressLog, load_checkpoint, save_checkpoint
 from .dataset import BatchOrder, HiddenSource, TrainingSequence, digest, pack
-from .geometry import HeadGeometry
-from .head import TrainingHead
+from .head import HeadGeometry, TrainingHead
 from .objective import Measured, measure, walk
 from .vocabulary import DraftVocabulary
 

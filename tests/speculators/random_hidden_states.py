@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from slipstream.speculators.training.dataset import TrainingSequence
-from slipstream.speculators.training.geometry import HeadGeometry
+from slipstream.speculators.training.head import HeadGeometry
 from slipstream.speculators.training.objective import Batch
 
 GEOMETRY = HeadGeometry(

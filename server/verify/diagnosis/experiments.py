@@ -18,7 +18,7 @@ from ..plan import Subject
 from ..replies import Reply, generate
 from ..report import Report, percent
 from . import causes
-from .head_files import HeadFiles
+from .causes import HeadFiles
 
 GROUP = "Diagnosis"
 MAX_TOKENS = 32  # of a reply of an experiment

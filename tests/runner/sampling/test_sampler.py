@@ -19,7 +19,7 @@ from sampler_harness import (
 from slipstream.runner.batch.sampling_state import Feature, SamplingState
 from slipstream.runner.messages import SamplingParams
 from slipstream.runner.sampling.logits_processing import process_logits
-from slipstream.runner.sampling.prompt_logprobs import token_logprobs
+from slipstream.runner.sampling.logprobs import token_logprobs
 
 V = 32
 MODEL = ToyModel(V)

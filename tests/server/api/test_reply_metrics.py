@@ -9,7 +9,7 @@ import pytest
 from fastapi import FastAPI
 
 from slipstream.runner.messages import AddRequest, RequestOutput
-from slipstream.server.generation.usage import speculative_metrics
+from slipstream.server.generation.reply import speculative_metrics
 
 from ..api_fakes import EOS, TOKENIZER, ScriptedEngine, config_with, http_client, make_app
 

@@ -12,7 +12,7 @@ from slipstream.configs.load import load_config
 from slipstream.configs.schema import Config
 from slipstream.runner.messages import Ready
 from slipstream.server.bench import offline_command as bench_offline_command
-from slipstream.server.bench import plot as bench_plot
+from slipstream.server.bench import output as bench_plot
 from slipstream.server.bench.offline import (
     OfflineBench,
     Timing,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.server.engine.routing import Router
+from slipstream.server.engine.engines import Router
 
 PROMPT = list(range(300))
 

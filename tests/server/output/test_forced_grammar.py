@@ -9,8 +9,7 @@ import pytest
 import xgrammar as xgr
 
 from slipstream.server.json_schema import SchemaError
-from slipstream.server.tool_parsers.forced import ForcedToolParser, forced_grammar
-from slipstream.server.tool_parsers.strict import strict_grammar
+from slipstream.server.tool_parsers.forced import ForcedToolParser, forced_grammar, strict_grammar
 
 CITY = {"$ref": "#/$defs/city"}
 WEATHER = {

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from slipstream.server.drafters.acceptance import Tally
 from slipstream.server.verify.diagnosis import causes as diagnosis
-from slipstream.server.verify.diagnosis.head_files import HeadFiles, read_head
+from slipstream.server.verify.diagnosis.causes import HeadFiles, read_head
 
 SHIPPED = Path(__file__).parents[3] / "configs/presets/smollm2-135m-eagle3"
 VOCAB = 200

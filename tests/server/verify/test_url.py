@@ -11,8 +11,15 @@ from typing import Any
 import httpx
 import pytest
 
-from slipstream.server.verify.elsewhere.tokens import Tokens, ask_again, gap
-from slipstream.server.verify.elsewhere.url import base, check_greedy, check_samples, judge_greedy
+from slipstream.server.verify.elsewhere.url import (
+    Tokens,
+    ask_again,
+    base,
+    check_greedy,
+    check_samples,
+    gap,
+    judge_greedy,
+)
 from slipstream.server.verify.endpoint import Endpoint
 from slipstream.server.verify.plan import Plan
 from slipstream.server.verify.report import Report

@@ -18,8 +18,12 @@ from slipstream.runner.drafters.heads import load_head
 from slipstream.runner.loading.inspection import Progress
 from slipstream.runner.models.layers import WeightFormat
 from slipstream.speculators.training.export import FORMATS, Verifier, save_head
-from slipstream.speculators.training.geometry import HeadGeometry, check_taps, default_taps
-from slipstream.speculators.training.head import TrainingHead
+from slipstream.speculators.training.head import (
+    HeadGeometry,
+    TrainingHead,
+    check_taps,
+    default_taps,
+)
 from slipstream.speculators.training.vocabulary import choose_draft_vocabulary, count_tokens
 
 from ...runner.model_harness import Sequences

@@ -9,6 +9,7 @@ import pytest
 
 from slipstream.runner.messages import SamplingParams
 from slipstream.server.drafters.acceptance import Tally
+from slipstream.server.verify.diagnosis.causes import HeadFiles, read_head
 from slipstream.server.verify.diagnosis.experiments import (
     Patient,
     diagnose,
@@ -16,7 +17,6 @@ from slipstream.server.verify.diagnosis.experiments import (
     present_boundaries,
     try_boundaries,
 )
-from slipstream.server.verify.diagnosis.head_files import HeadFiles, read_head
 from slipstream.server.verify.plan import Subject
 from slipstream.server.verify.replies import generate
 from slipstream.server.verify.report import Report

@@ -19,13 +19,13 @@ from transformers import LlamaForCausalLM
 from slipstream.runner.errors import ModelLoadError
 from slipstream.runner.messages import SamplingParams
 from slipstream.server.drafters.acceptance import Tally
+from slipstream.server.verify.diagnosis.causes import read_head
 from slipstream.server.verify.diagnosis.experiments import (
     Patient,
     accepted,
     diagnose,
     try_boundaries,
 )
-from slipstream.server.verify.diagnosis.head_files import read_head
 from slipstream.server.verify.drafts import check_alignment, tally
 from slipstream.server.verify.plan import Subject
 from slipstream.server.verify.replies import Reply, generate
