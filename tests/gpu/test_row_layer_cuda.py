@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slipstream.kernels import launch
 from slipstream.kernels.packed.persistent.row_layer import multiply_row_reference
-from slipstream.kernels.packed.persistent.row_weights import RowLayer, fits_row_layer
+from slipstream.kernels.packed.persistent.row_weights import Matrix, RowLayer, fits_row_layer
 from slipstream.kernels.quant.tiled import tile
 
 from ..kernels.quant.random_weights import random_weight
@@ -32,14 +32,23 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "pdl_wanted", lambda: True)
 
 
+def matrix_of(name: str, rows: int, columns: int, seed: int) -> Matrix:
+    """A random matrix whose products with a row have about its deviation."""
+    if name == "bf16":
+        make = torch.Generator("cuda").manual_seed(seed)
+        numbers = torch.randn(rows, columns, device="cuda", generator=make)
+        return (numbers / columns**0.5).bfloat16()
+    found = tile(random_weight(name, rows, columns, "cuda", seed=seed))
+    return replace(found, scales=found.scales / columns**0.5)
+
+
 def layer_of(name: str, sizes: tuple[int, int, int, int]) -> RowLayer:
     heads, hidden, inner, outputs = sizes
     shapes = ((hidden, heads), (2 * inner, hidden), (hidden, inner), (outputs, hidden))
-    weights = [tile(random_weight(name, *shape, "cuda", seed=i)) for i, shape in enumerate(shapes)]
-    weights = [replace(own, scales=own.scales / own.columns**0.5) for own in weights]
+    weights = [matrix_of(name, *shape, seed=i) for i, shape in enumerate(shapes)]
     norms = [(torch.rand(hidden, device="cuda").bfloat16() + 0.5, 1e-5 * (1 + i)) for i in (0, 1)]
     layer = RowLayer(*weights, *norms)
-    assert fits_row_layer(layer, torch.bfloat16, weights[0].device)
+    assert fits_row_layer(layer, torch.bfloat16, torch.device("cuda", 0))
     return layer
 
 
@@ -49,7 +58,7 @@ def close(got: Tensor | None, exact: Tensor | None) -> None:
     assert error < 0.01, error  # of the rounding of each product's input
 
 
-@pytest.mark.parametrize("name", ["int4 128", "int4 128 zeros", "fp8 rows"])
+@pytest.mark.parametrize("name", ["int4 128", "int4 128 zeros", "fp8 rows", "bf16"])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_chains_equal_the_plain_version(name: str, sizes: tuple[int, int, int, int]) -> None:
     """Eagerly and in a graph, whose replays have the same bits: no program overtakes another."""

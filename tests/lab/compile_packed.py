@@ -133,7 +133,7 @@ def few() -> None:
     for rows in (1, 17, 300):  # each form, and both ways of sorting rows
         narrow_experts(GPT_OSS, rows, whole=rows == 1)
     coded(512, 1024)
-    for name in ("int4", "int4z", "fp8"):
+    for name in ("int4", "int4z", "fp8", "bf16"):
         row_layer(name, 512, 1024, 3584)
     one("fp8", qkv, Skinny(64, 128, 4, 4, 2, 16), 9)
     one("int4", qkv, Skinny(64, 256, 3, 4, 2, 128), 99)
@@ -200,7 +200,10 @@ def coded(outputs: int, inputs: int) -> None:
 def row_layer(name: str, outputs: int, hidden: int, inner: int) -> None:
     """Compile the launch between two attentions of one row, and that after the last one."""
     shapes = ((hidden, hidden), (2 * inner, hidden), (hidden, inner), (outputs, hidden))
-    weights = [tile_on_meta(name, Shape("other", *shape)) for shape in shapes]
+    weights = [
+        meta(*shape) if name == "bf16" else tile_on_meta(name, Shape("other", *shape))
+        for shape in shapes
+    ]
     norm = meta(hidden), 1e-5
     layer = RowLayer(*weights, norm, norm)
     assert fits_row_layer(layer, base.BF16, torch.device("meta"))

@@ -1,6 +1,6 @@
 """Prints how long a layer of one request takes if one launch computes all between two attentions.
 
-    PYTHONPATH=.src python tests/lab/measure_row_layer.py [--kinds int4,fp8] [--layers 32]
+    PYTHONPATH=.src python tests/lab/measure_row_layer.py [--kinds int4,fp8,bf16] [--layers 32]
         [--seconds 50] [--compile-only]
 
 A chain of layers of Llama 8B's shape with random weights, in a CUDA graph with dependent launches
@@ -19,9 +19,8 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -70,7 +69,7 @@ def using(form: Form, plan: dict[str, int]) -> Iterator[None]:
     multiply = partial(hopper_row.multiply, form=form, patience=PATIENCE)
     with (
         planned(plan),
-        patch.object(row_layer, "USE_ROW_LAYER", True),
+        patch.object(row_layer, "USED_KINDS", {"int4", "fp8", "bf16"}),
         patch.object(hopper_row, "multiply", multiply),
     ):
         yield
@@ -122,7 +121,7 @@ def run(bench: Bench, kind: str, count: int, deadline: float) -> None:
     counter = torch.zeros(1, dtype=torch.int32, device=bench.device)
     if not bench.is_dry:
         check_alone(layers)
-    with choosing(step, {"torch": None}):
+    with choosing(step, {"torch": None} if kind != "bf16" else {}):
         exact = step.hidden()
     with choosing(step, {}):
         error = bench.error(step.hidden(), exact)
@@ -136,14 +135,14 @@ def run(bench: Bench, kind: str, count: int, deadline: float) -> None:
             f"head and rest {rest:.0f} us, error {error:.4f}",
             flush=True,
         )
-    num_bytes = sum(weight.nbytes for layer in layers for weight in weights_of(layer))
+    num_bytes = sum(weight.nbytes for layer in layers for weight in layer.matrices)
     names = [field.name for field in fields(Form)]
     fastest, alone = float("inf"), dict[Form, float]()
     for changes, plan in FORMS:
         if time.monotonic() > deadline:
             return
         assert set(changes) <= set(names)
-        form = Form(**changes)
+        form = replace(hopper_row.form_of(layers[0]), **changes)
         try:
             with using(form, plan):
                 error = bench.error(step.hidden(), exact)
@@ -170,11 +169,6 @@ def run(bench: Bench, kind: str, count: int, deadline: float) -> None:
         print(f"{kind:5} best {fastest:.2f}, so {1e6 / step_us:.0f} tokens/s in 32 layers")
 
 
-def weights_of(layer: RowLayer) -> list[Any]:
-    found = [layer.o, layer.gate_up, layer.down, layer.qkv]
-    return [weight for weight in found if weight is not None]
-
-
 def compile_all(args: argparse.Namespace) -> None:
     """Compile in this process, which must not have used the GPU."""
     bench, began = Bench(torch.device("meta")), time.monotonic()
@@ -189,7 +183,9 @@ def compile_all(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--kinds", type=lambda text: text.split(","), default=["int4", "fp8"])
+    parser.add_argument(
+        "--kinds", type=lambda text: text.split(","), default=["int4", "fp8", "bf16"]
+    )
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=50)
     parser.add_argument("--compile-only", action="store_true")

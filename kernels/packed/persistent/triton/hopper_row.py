@@ -1,4 +1,4 @@
-"""All products between two attentions of one row with quantised weights, in one launch, in Gluon.
+"""All products between two attentions of one row in one launch, in Gluon.
 
 As many programs as the GPU has multiprocessors run at the same time, and wait for each other after
 each product, because the next one needs all of its results. In a program one warp, the producer,
@@ -33,7 +33,7 @@ from ....linear.triton.skinny import _TRITON_DTYPES
 from ....quant.tiled import TiledWeight
 from ....quant.triton.packed_codes import sum_factor
 from ...kinds import WIDTH
-from ..row_weights import RowLayer
+from ..row_weights import Matrix, RowLayer
 from .hopper_row_roles import bring_words, multiply_all
 from .hopper_row_steps import HEIGHT, INPUT_FACTOR
 
@@ -80,9 +80,9 @@ def _hopper_row_kernel(
     TILES: gl.constexpr,  # of the four products
     STEPS: gl.constexpr,  # of a tile
     TURNS: gl.constexpr,  # a power of 2, at least the tiles of a program
-    GROUPS: gl.constexpr,  # in a span; 0 = scales of whole rows
+    GROUPS: gl.constexpr,  # in a span; 0 = scales of whole rows, or none
     ZEROS: gl.constexpr,
-    SLICES: gl.constexpr,
+    SLICES: gl.constexpr,  # 4 = int4, 2 = fp8, 1 = bfloat16
     FACTORS: gl.constexpr,  # of the sums of each slice
     SIZES: gl.constexpr,  # columns of the products
     PROGRAMS: gl.constexpr,  # a power of 2
@@ -109,7 +109,7 @@ def _hopper_row_kernel(
     of_gate_up = of_o
     of_down = of_o
     of_qkv = of_o
-    if GROUPS == 0:
+    if SLICES == 2:
         of_gate_up = gl.allocate_shared_memory(gl.float32, [TURNS[1], HEIGHT], FLAT_ROWS)
         of_down = gl.allocate_shared_memory(gl.float32, [TURNS[2], HEIGHT], FLAT_ROWS)
         of_qkv = gl.allocate_shared_memory(gl.float32, [TURNS[3], HEIGHT], FLAT_ROWS)
@@ -145,6 +145,11 @@ def _hopper_row_kernel(
     )  # fmt: skip
 
 
+def form_of(layer: RowLayer) -> Form:
+    """The form for the weights of a layer."""
+    return Form(held=8) if layer.kind == "bf16" else Form()
+
+
 def multiply(
     x: Tensor,
     residual: Tensor,
@@ -156,15 +161,20 @@ def multiply(
 ) -> tuple[Tensor, Tensor | None]:
     """See `row_layer.multiply_row`. Programs default to one for each multiprocessor; more could
     not all run at the same time, and would wait forever."""
-    form = form or Form()
-    weights = (layer.o, layer.gate_up, layer.down, layer.qkv or layer.o)
-    kind, slices, hidden = layer.o.kind, layer.o.slices, layer.o.shape[0]
+    form = form or form_of(layer)
+    weights = (layer.o, layer.gate_up, layer.down, layer.o if layer.qkv is None else layer.qkv)
+    first, hidden = layer.o, layer.o.shape[0]
+    slices = first.slices if isinstance(first, TiledWeight) else 1
     inner, outputs = layer.down.shape[1], 0 if layer.qkv is None else layer.qkv.shape[0]
     card = card_of(x.device)
     if programs is None:
         programs = 4 if card is None else card.num_processors
     padded = triton.next_power_of_2(programs)
-    groups = 0 if layer.o.group >= layer.o.columns else slices * WIDTH // layer.o.group
+    groups = 0
+    factors: tuple[float, ...] = (1 / INPUT_FACTOR.value,)
+    if isinstance(first, TiledWeight):
+        groups = 0 if first.group >= first.columns else slices * WIDTH // first.group
+        factors = sum_factor(first.kind, torch.bfloat16, True, INPUT_FACTOR.value)[0]
     normed, stream, next_normed = x.new_empty(3, hidden)
     out = x.new_empty(1, outputs) if outputs else x
     next_gain, next_eps = layer.norm if layer.next_norm is None else layer.next_norm
@@ -195,9 +205,9 @@ def multiply(
         STEPS=steps,
         TURNS=turns,
         GROUPS=groups,
-        ZEROS=layer.o.zeros is not None,
+        ZEROS=isinstance(first, TiledWeight) and first.zeros is not None,
         SLICES=slices,
-        FACTORS=sum_factor(kind, torch.bfloat16, True, INPUT_FACTOR.value)[0],
+        FACTORS=factors,
         SIZES=tuple(weight.shape[1] for weight in weights),
         PROGRAMS=padded,
         SPANS=form.spans,
@@ -205,7 +215,7 @@ def multiply(
         HELD=form.held,
         FLYING=min(form.flying, form.stages),
         EARLY=form.early,
-        SCALE=_TRITON_DTYPES[layer.o.scales.dtype] if groups else gl.int16,
+        SCALE=_scale_type(first) if groups else gl.int16,
         PRODUCER=form.producer,
         num_warps=form.spans,
         maxnreg=form.registers,
@@ -214,22 +224,30 @@ def multiply(
     return stream.view(1, -1), out if outputs else None
 
 
-def _product(weight: TiledWeight, gated: bool, groups: int, spans: int) -> list[Any]:
-    """The arguments of a product, see `hopper_row_roles`."""
-    words, scales, count = weight.words, weight.scales, weight.shape[0]
+def _scale_type(weight: Matrix) -> Any:
+    assert isinstance(weight, TiledWeight)
+    return _TRITON_DTYPES[weight.scales.dtype]
+
+
+def _product(weight: Matrix, gated: bool, groups: int, spans: int) -> list[Any]:
+    """The arguments of a product, see `hopper_row_roles`; what it lacks are the words again."""
+    words = weight.words if isinstance(weight, TiledWeight) else weight.view(torch.int16)
+    count = weight.shape[0]
     blocks = (2, count // 2) if gated else (count // 8, 8)
     lines = words.view(*blocks, words.shape[1] // WIDTH, WIDTH).permute(2, 0, 1, 3)
     source = TensorDescriptor.from_tensor(lines, [spans, 2, 8, WIDTH], WORDS.value)
-    if groups:
-        own = scales.view(-1, *blocks)
-        box = [spans * groups, 2, 8]
-        factors: Any = TensorDescriptor.from_tensor(own, box, FLAT.value)
-    else:
-        factors = scales
+    scales: Any = words
     zeros: Any = words
-    if weight.zeros is not None:
-        zeros = TensorDescriptor.from_tensor(weight.zeros, [spans * groups, 16], BYTES.value)
-    return [source, factors, words if groups else scales, blocks[1] if gated else count, zeros]
+    channel = words
+    if isinstance(weight, TiledWeight):
+        channel = words if groups else weight.scales
+        if groups:
+            own = weight.scales.view(-1, *blocks)
+            scales = TensorDescriptor.from_tensor(own, [spans * groups, 2, 8], FLAT.value)
+        if weight.zeros is not None:
+            box = [spans * groups, 16]
+            zeros = TensorDescriptor.from_tensor(weight.zeros, box, BYTES.value)
+    return [source, scales, channel, blocks[1] if gated else count, zeros]
 
 
 hash_functions(globals())

@@ -161,8 +161,10 @@ def _multiply(
         scale = _norm_scale(squares, size, eps, PROGRAMS, SPANS)
     for turn in range(_count_tiles(tiles)):
         sums = none, none, none, none
-        if GROUPS == 0:
+        if SLICES == 2:
             sums = none, none
+        if SLICES == 1:
+            sums = (none,)
         if STEPS <= HELD:
             for step in gl.static_range(STEPS):
                 now, now_scales = words, scales
@@ -171,7 +173,9 @@ def _multiply(
                     w_tiles, s_tiles, z_tiles, full, empty, fill, total,
                     GROUPS, ZEROS, SUMS, SPANS, STAGES,
                 )  # fmt: skip
-                sums = add_step(sums, now, now_scales, xs[step], excesses[step], GROUPS, ZEROS)
+                sums = add_step(
+                    sums, now, now_scales, xs[step], excesses[step], GROUPS, ZEROS, SLICES
+                )
         else:
             x_now = first
             for step in range(STEPS):
@@ -183,10 +187,10 @@ def _multiply(
                 )  # fmt: skip
                 x_next = input_of(x, step + 1, size, SLICES, SUMS, SPANS)
                 even = excess_of(x_now, GROUPS, ZEROS, SUMS, SPANS)
-                sums = add_step(sums, now, now_scales, x_now, even, GROUPS, ZEROS)
+                sums = add_step(sums, now, now_scales, x_now, even, GROUPS, ZEROS, SLICES)
                 x_now = x_next
         y = total_of(sums, SLICES, FACTORS, SUMS) * scale
-        if GROUPS == 0:
+        if SLICES == 2:
             y = y * factors.index(turn).load(ROWS)
         tile = gl.program_id(0) + turn * gl.num_programs(0)
         n = tile * HEIGHT + row
@@ -247,7 +251,7 @@ def multiply_all(
         total += _count_tiles(TILES[i]) * STEPS[i]
     _keep(gains, gain, TILES[0], 0, TURNS[0], False, SPANS)
     _keep(next_gains, next_gain, TILES[2], 0, TURNS[2], False, SPANS)
-    if GROUPS == 0:
+    if SLICES == 2:
         _keep(o_factors, o[2], TILES[0], 0, TURNS[0], False, SPANS)
         _keep(gate_up_factors, gate_up[2], TILES[1], gate_up[3], TURNS[1], True, SPANS)
         _keep(down_factors, down[2], TILES[2], 0, TURNS[2], False, SPANS)

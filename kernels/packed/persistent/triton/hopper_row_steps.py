@@ -95,6 +95,12 @@ def masked_8(words):
 
 
 @gluon.jit
+def numbers_16(words):
+    """Words that are numbers of bfloat16."""
+    return words.to(gl.bfloat16, bitcast=True)
+
+
+@gluon.jit
 def zero_of_codes(ZEROS: gl.constexpr, SPANS: gl.constexpr, LEFT: gl.constexpr):
     """The zero 8 of "int4", negative, or with zeros 1, as such tiny floats of an even slice."""
     bits = gl.full([SPANS, HEIGHT, 64], 1 if ZEROS else -0x7FF8, gl.int16, layout=LEFT)
@@ -113,7 +119,10 @@ def excess_of(
 
 
 @gluon.jit
-def add_step(sums, words, scales, x, even, GROUPS: gl.constexpr, ZEROS: gl.constexpr):
+def add_step(
+    sums, words, scales, x, even,
+    GROUPS: gl.constexpr, ZEROS: gl.constexpr, SLICES: gl.constexpr,
+):  # fmt: skip
     """Add the products of a step to the sums of each slice."""
     added = ()
     if GROUPS > 0:
@@ -128,6 +137,8 @@ def add_step(sums, words, scales, x, even, GROUPS: gl.constexpr, ZEROS: gl.const
                 part = mma_v2(tiles[i], x, excess)
             scale = scales[i * GROUPS // 4].to(gl.float32)
             added += (sums[i] + part * scale[:, :, None],)
+    elif SLICES == 1:
+        added += (mma_v2(numbers_16(words), x, sums[0]),)
     else:
         tiles = masked_8(words)
         for i in gl.static_range(2):
