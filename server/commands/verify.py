@@ -107,7 +107,7 @@ async def _of_urls(args: argparse.Namespace, plan: Plan) -> Report:
 
 
 def _write_page(path: str, report: Report) -> None:
-    from ..verify.output.page import page
+    from ..verify.report import page
 
     try:
         Path(path).write_text(page(report), encoding="utf-8")

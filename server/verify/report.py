@@ -1,9 +1,13 @@
-"""What `slipstream verify` found: checks with their verdicts, as a table and as JSON."""
+"""What `slipstream verify` found: checks with their verdicts, as a table, as JSON and as HTML."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
+
+import jinja2
 
 FALSE_ALARM = 1e-3  # chance that a sound server fails any statistical test of a report
 NULL_HYPOTHESIS = (
@@ -12,6 +16,7 @@ NULL_HYPOTHESIS = (
 )
 _MARKS = {"pass": "ok", "fail": "FAIL", "note": "note", "skip": "-"}
 _NAME_WIDTH = 30
+TOGETHER = "all options: "  # begins the names of checks of all sampling options together
 
 
 @dataclass(frozen=True)
@@ -94,3 +99,66 @@ def nats(value: float) -> str:
 def percent(value: float) -> str:
     """A share, for people."""
     return f"{100 * value:.2g} %" if value < 0.1 else f"{100 * value:.0f} %"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A bar from zero, with a tick for what it is compared with."""
+
+    name: str
+    value: float
+    label: str  # the value for people
+    limit: float | None = None
+    is_bad: bool = False
+
+
+@dataclass(frozen=True)
+class Bars:
+    """A plot of horizontal bars."""
+
+    title: str
+    rows: list[Row]
+
+    @property
+    def top(self) -> float:
+        """The end of the axis: 1 for shares without limits."""
+        if all(row.limit is None for row in self.rows):
+            return 1.0
+        return max(max(row.value, row.limit or 0.0) for row in self.rows) or 1.0
+
+
+def page(report: Report) -> str:
+    """The report as one HTML file."""
+    folder = jinja2.FileSystemLoader(Path(__file__).parent)
+    templates = jinja2.Environment(loader=folder, autoescape=True, trim_blocks=True)
+    return templates.get_template("report.html").render(
+        report=report,
+        model=report.setup.get("model", report.setup.get("url", "")),
+        plots=_plots,
+        null_hypothesis=NULL_HYPOTHESIS,
+        false_alarm=FALSE_ALARM,
+    )
+
+
+def _plots(checks: list[Check]) -> Iterator[Bars]:
+    """The plots that the figures of these checks allow."""
+    distances, biases = [], []
+    for check in checks:
+        figures = check.figures
+        if shares := figures.get("acceptance"):
+            rows = [Row(f"draft {n + 1}", s, percent(s)) for n, s in enumerate(shares)]
+            yield Bars(f"Accepted drafts by position, {check.name}", rows)
+        if two := figures.get("token 1"):
+            found, bound = two["total_variation"], two["bound"]
+            name = f"{check.name}, token 1"
+            distances.append(Row(name, found, f"{found:.3f}", bound, found > bound))
+        if check.name.startswith(TOGETHER) and figures:
+            size, limit = abs(figures["bias"]), figures["detectable_bias"]
+            event = check.name.removeprefix(TOGETHER)
+            biases.append(Row(event, size, percent(size), limit, check.status == "fail"))
+    if distances:
+        title = "Total variation between replies with drafts and without; the tick: chance"
+        yield Bars(title, distances)
+    if biases:
+        title = "Bias of how often an event happened; the tick: the least that is surely found"
+        yield Bars(title, biases)

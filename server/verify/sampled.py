@@ -22,7 +22,7 @@ from ..drafters.acceptance import Submits
 from .plan import Plan, Subject
 from .reference import Distribution, distribution
 from .replies import Reply, Scores, generate, score
-from .report import FALSE_ALARM, Report, percent
+from .report import FALSE_ALARM, TOGETHER, Report, percent
 from .rounding import Rounding
 from .statistics import Bet, Comparison, compare
 
@@ -308,14 +308,14 @@ def _judge_together(found: Sequence[Sampled], level: float, report: Report) -> N
                 joint.join(sampled.known.bets[name])
         if not joint.num_trials:
             why = "no draft was judged" if name == EVENTS[0] else "no probability was known"
-            report.skip(GROUP, f"all options: {name}", why)
+            report.skip(GROUP, f"{TOGETHER}{name}", why)
             continue
         text = _fault(name, joint, level) or (
             f"{joint.hits} times, {joint.expected:.1f} expected in {joint.num_trials}; a bias of "
             f"{percent(joint.detectable(level))} would show"
         )
         figures = bet_figures(joint, level)
-        report.add(GROUP, f"all options: {name}", not joint.fails(level), text, **figures)
+        report.add(GROUP, f"{TOGETHER}{name}", not joint.fails(level), text, **figures)
 
 
 def _judge_seeds(on: Sequence[Reply], off: Sequence[Reply], report: Report, exact: bool) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 
-from slipstream.server.verify.output.page import page
-from slipstream.server.verify.report import Report
+from slipstream.server.verify.report import Report, page
 
 _VOID = {"meta", "rect", "path", "circle"}
 

@@ -1,1 +1,0 @@
-"""The report of `slipstream verify` as a page of HTML."""
