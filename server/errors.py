@@ -57,15 +57,11 @@ class InvalidRequest(APIError):
 
 
 class MalformedBody(InvalidRequest):
-    """The body is not a valid JSON object."""
-
     def __init__(self, reason: str) -> None:
         super().__init__(f"We could not parse the JSON body of your request: {reason}.")
 
 
 class UnsupportedMediaType(InvalidRequest):
-    """The request's content type is not JSON."""
-
     status = 415
 
     def __init__(self, content_type: str) -> None:
@@ -73,8 +69,6 @@ class UnsupportedMediaType(InvalidRequest):
 
 
 class UnsupportedEncoding(InvalidRequest):
-    """The body has a content encoding, such as gzip."""
-
     status = 415
 
     def __init__(self, coding: str) -> None:
@@ -82,8 +76,6 @@ class UnsupportedEncoding(InvalidRequest):
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """The prompt and the requested output together exceed the model's context length."""
-
     def __init__(
         self, limit: int, prompt: int, output: int, param: str, *, exact: bool = True
     ) -> None:
@@ -102,8 +94,6 @@ class ContextLengthExceeded(InvalidRequest):
 
 
 class ModelNotFound(InvalidRequest):
-    """The requested model name is not one that this server serves."""
-
     status = 404
 
     def __init__(self, model: str, served: Sequence[str]) -> None:
@@ -117,8 +107,6 @@ class ModelNotFound(InvalidRequest):
 
 
 class NotSupported(InvalidRequest):
-    """An endpoint or feature that this server does not offer."""
-
     status = 404
 
     def __init__(self, what: str) -> None:
@@ -126,8 +114,6 @@ class NotSupported(InvalidRequest):
 
 
 class AuthenticationFailed(APIError):
-    """The API key is missing or wrong."""
-
     status = 401
     type = "invalid_request_error"
     code = "invalid_api_key"
@@ -142,8 +128,6 @@ class AuthenticationFailed(APIError):
 
 
 class BodyTooLarge(InvalidRequest):
-    """The body exceeds --max-body-bytes."""
-
     status = 413
 
     def __init__(self, limit: int) -> None:
@@ -153,8 +137,6 @@ class BodyTooLarge(InvalidRequest):
 
 
 class RequestTooSlow(APIError):
-    """A part of the request did not arrive within --client-timeout."""
-
     status = 408
     type = "invalid_request_error"
     code = "request_timeout"
@@ -167,8 +149,6 @@ class RequestTooSlow(APIError):
 
 
 class HeadTooLarge(APIError):
-    """The request line and headers exceed the server's limits."""
-
     status = 431
     type = "invalid_request_error"
     code = "headers_too_large"
@@ -179,8 +159,6 @@ class HeadTooLarge(APIError):
 
 
 class MalformedRequest(APIError):
-    """The bytes received are not a valid HTTP request."""
-
     status = 400
     type = "invalid_request_error"
     code = "malformed_request"
@@ -190,8 +168,6 @@ class MalformedRequest(APIError):
 
 
 class BodiesTooLarge(APIError):
-    """The bodies of all open requests together exceed the memory reserved for bodies."""
-
     status = 429
     type = "rate_limit_error"
     code = "bodies_too_large"
@@ -205,8 +181,6 @@ class BodiesTooLarge(APIError):
 
 
 class QueueFull(APIError):
-    """The queue of waiting requests is full."""
-
     status = 429
     type = "rate_limit_error"
     code = "queue_full"

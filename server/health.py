@@ -11,8 +11,6 @@ State = Literal["starting", "ready", "restarting", "failed", "draining"]
 
 @dataclass(frozen=True)
 class HealthReport:
-    """A snapshot of the server's health."""
-
     state: State
     detail: str
     since: float  # time.monotonic() of the last change

@@ -24,8 +24,6 @@ _log = logging.getLogger(__name__)
 
 
 class Verifier(Protocol):
-    """A verification rule."""
-
     def __call__(self, rows: VerifyRows) -> tuple[Tensor, Tensor]:
         """Returns (emitted tokens [N, K + 1] int64, padded with -1; accepted drafts [N] int64)."""
 

@@ -111,8 +111,6 @@ class MtpModule(TargetHead, nn.Module):
 
 
 class DeepseekMtpHead(MtpModule, DeepseekLayer):  # type: ignore[misc]
-    """DeepSeek V3's module."""
-
     def make_rotary(self, config: Any, max_position: int, device: torch.device) -> RotaryEmbedding:
         return make_rotary(config, max_position, device)
 
@@ -128,8 +126,6 @@ class DeepseekV32MtpHead(MtpModule, SparseLayer):  # type: ignore[misc]
 
 
 class GlmMtpHead(MtpModule, GlmLayer):  # type: ignore[misc]
-    """GLM-4.5's module."""
-
     def make_rotary(self, config: Any, max_position: int, device: torch.device) -> RotaryEmbedding:
         head_dim = self.self_attn.head_dim
         return RotaryEmbedding(rope_parameters(config), head_dim, max_position, device)

@@ -55,8 +55,6 @@ class Vocabulary(msgspec.Struct, frozen=True):
 
 
 class Compiled(msgspec.Struct, array_like=True, frozen=True):
-    """The result of compiling a grammar."""
-
     pid: int  # 0 if no process could be started for it
     error: str = ""  # why the grammar is invalid, or why no process could be started
     num_bytes: int = 0  # size of the compiled grammar

@@ -139,8 +139,6 @@ class _Borrowed:
 
 
 class CudaGraphs:
-    """Graphs of a CUDA device."""
-
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

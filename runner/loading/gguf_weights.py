@@ -73,8 +73,6 @@ class _Reader(GGUFReader):  # type: ignore[misc]
 
 
 class GGUFFile:
-    """An open GGUF file."""
-
     spare: frozenset[str] = frozenset()  # every tensor must have a slot
 
     def __init__(self, path: Path) -> None:

@@ -173,8 +173,6 @@ class Block(Protocol):
 
 
 class SkippedBlock:
-    """Takes the place of a `Block` that is left out."""
-
     skips = True
 
     def forward(

@@ -110,8 +110,6 @@ class Attention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """A block with norms before and after both attention and MLP."""
-
     def __init__(self, config: Any, index: int, layer_id: int, fmt: WeightFormat) -> None:
         super().__init__()
 

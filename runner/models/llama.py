@@ -173,8 +173,6 @@ def check_silu(config: Any) -> None:
 
 
 class FeedForward(nn.Module):
-    """The feed-forward part of a block."""
-
     def feed(
         self, norm: RMSNorm, hidden: Tensor, residual: Tensor | None, fuses: bool
     ) -> tuple[Tensor, Tensor | None]:

@@ -332,8 +332,6 @@ def _check_groups(routing: Routing, num_experts: int) -> None:
 
 
 class RoutedMLP(FeedForward):
-    """A feed-forward layer with a router."""
-
     @property
     def scorer(self) -> Router:
         raise NotImplementedError

@@ -82,8 +82,6 @@ def native_weights(
 
 
 class NativeDecoder:
-    """The layers of one model."""
-
     def __init__(
         self,
         blocks: Sequence[NativeBlock],

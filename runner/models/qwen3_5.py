@@ -176,8 +176,6 @@ class DeltaProjection(Linear):
 
 
 class GatedDeltaNet(nn.Module):
-    """A linear attention layer."""
-
     def __init__(
         self, config: Any, layer_id: int, fmt: WeightFormat, grouped: bool = False
     ) -> None:

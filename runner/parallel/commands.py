@@ -77,8 +77,6 @@ NAMES = ("warm_up", "capture", "synchronize")
 
 
 class StepDigest(msgspec.Struct, tag=True):
-    """The digest of a rank's results of a step."""
-
     rank: int
     step_id: int
     digest: int

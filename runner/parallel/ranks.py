@@ -159,8 +159,6 @@ def least_of(ranks: Ranks | None, value: int) -> int:
 
 
 class HasLeast(Protocol):
-    """A group whose members compare numbers."""
-
     @property
     def rank(self) -> int: ...
 

@@ -56,8 +56,6 @@ class ScheduledRow(msgspec.Struct, gc=False):  # cheaper to create than a datacl
 
 @dataclass(slots=True)
 class StepPlan:
-    """The plan of one step."""
-
     step_id: int
     freed_slots: list[int] = field(default_factory=list)  # of requests finished, aborted, preempted
     new_requests: list[NewRequest] = field(default_factory=list)

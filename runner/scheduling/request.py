@@ -24,8 +24,6 @@ from .prefix_cache import BlockHashes
 
 
 class RequestStatus(Enum):
-    """The state of a request."""
-
     WAITING = "waiting"  # has no slot: it is new, or was preempted
     RUNNING = "running"  # has a slot
     FINISHED = "finished"  # removed; results still in flight are stale

@@ -15,8 +15,6 @@ from .prefix_cache import BlockHashes
 
 @dataclass(frozen=True)
 class StateGroup:
-    """The recurrent layers of a model."""
-
     num_blocks: int  # including the null block
     block_size: int  # tokens between borders
     # The states absorb a row of more tokens at once, and others when the next row begins; see

@@ -24,8 +24,6 @@ CPU_CACHE_BYTES = 1 << 30
 
 
 class NoKVMemory(RunnerError):
-    """The KV cache is too small for one request."""
-
     def __init__(self, available: int, needed: int, share_counts: bool, states: int = 0) -> None:
         """`states`: bytes of the recurrent states."""
         raising = "--gpu-memory-utilization or --kv-cache-memory-bytes, or"

@@ -43,8 +43,6 @@ class RunnerFacts:
 
 @dataclass(frozen=True)
 class RunnerParts:
-    """The parts of a `ModelRunner`."""
-
     facts: RunnerFacts
     target: Target
     table: RequestTable

@@ -18,8 +18,6 @@ from ..messages import AbortRequests, AddRequest, RequestOutput, SamplingParams
 
 @dataclass(frozen=True)
 class TrainingPrompt:
-    """A prompt as token ids."""
-
     token_ids: tuple[int, ...]
     domain: str = ""
     is_heldout: bool = False
@@ -27,8 +25,6 @@ class TrainingPrompt:
 
 @dataclass(frozen=True)
 class ReplyOptions:
-    """Options for the target's replies."""
-
     max_tokens: int
     temperatures: tuple[float, ...]  # prompts use them in turn
     stop_token_ids: tuple[int, ...]

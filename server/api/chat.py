@@ -111,8 +111,6 @@ class _Reply(Reply):
 
 
 class _Whole(Whole):
-    """A chat completion as one JSON object."""
-
     def __init__(self, reply: _Reply) -> None:
         super().__init__(reply.job.n)
         self._reply = reply

@@ -128,8 +128,6 @@ class _Reply(Reply):
 
 
 class _Whole(Whole):
-    """A completion as one JSON object."""
-
     def __init__(self, reply: _Reply) -> None:
         super().__init__(reply.job.num_choices)
         self._reply = reply

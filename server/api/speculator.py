@@ -74,8 +74,6 @@ class SpeculatorState(msgspec.Struct):
 
 
 class SpeculatorBusy(APIError):
-    """Another head is on trial (409)."""
-
     status = 409
     type = "invalid_request_error"
     code = "speculator_busy"

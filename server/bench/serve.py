@@ -144,8 +144,6 @@ async def send_request(client: StreamClient, target: Target, request: BenchReque
 
 
 class _Reading:
-    """Reads the events of one reply."""
-
     def __init__(self) -> None:
         self.outcome = Outcome()
         self._began = time.perf_counter()

@@ -17,22 +17,16 @@ _TEXT_PARTS = {"text", "input_text", "output_text", "refusal"}
 
 
 class UnsupportedContent(ValueError):
-    """A message has a content part that is not text."""
-
     def __init__(self, kind: object) -> None:
         super().__init__(f"The model reads text only, but a message has a part of type {kind!r}.")
 
 
 class UnknownRole(ValueError):
-    """A message has a role that only the templates of some other models know."""
-
     def __init__(self, role: str) -> None:
         super().__init__(f"The model knows no messages of role {role!r}.")
 
 
 class TooLargeArguments(ValueError):
-    """A tool call has arguments that would take too long to parse."""
-
     def __init__(self, excess: str) -> None:
         super().__init__(f"The arguments of a tool call are too large: they have {excess}.")
 

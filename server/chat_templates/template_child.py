@@ -23,8 +23,6 @@ OUT_OF_MEMORY = 3  # exit status
 
 
 class Answer(msgspec.Struct):
-    """The result of rendering: the fields of a `RenderedChat`, or an error for the client."""
-
     text: str = ""
     parts: tuple[str, ...] | None = None
     error: str | None = None

@@ -21,8 +21,6 @@ class Submits(Protocol):
 
 @dataclass(frozen=True)
 class MeasuredPrompt:
-    """A tokenized prompt and its domain."""
-
     token_ids: tuple[int, ...]
     domain: str = ""
 

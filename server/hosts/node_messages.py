@@ -70,8 +70,6 @@ class Start(msgspec.Struct, tag=True):
 
 
 class Kill(msgspec.Struct, tag=True):
-    """Kill a process."""
-
     process: int
 
 

@@ -32,16 +32,12 @@ _BYE_SECONDS = 2.0  # for a last message to leave
 
 
 class Exit(NamedTuple):
-    """The end of a process."""
-
     what: str  # "was killed by SIGKILL"; of a node that is lost, the whole sentence
     status: int | None  # None: the process is lost with its node, or was never started
     is_lost: bool = False  # with its node
 
 
 class NodeProcess(Protocol):
-    """A process on a node."""
-
     @property
     def pid(self) -> int | None:
         """Its number on this host; None on another."""

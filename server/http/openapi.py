@@ -19,8 +19,6 @@ _REF = "#/components/schemas/{model}"
 
 
 class Documented(msgspec.Struct, frozen=True):
-    """The body and reply of an operation."""
-
     body: type[BaseModel] | None
     reply: Any
     streams: bool = False

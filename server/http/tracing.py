@@ -25,8 +25,6 @@ _current: ContextVar[Span | None] = ContextVar("span", default=None)
 
 
 class TracingUnavailable(ValueError):
-    """The OpenTelemetry packages are not installed."""
-
     def __init__(self) -> None:
         super().__init__(f"--otlp-traces-endpoint needs OpenTelemetry: pip install '{_EXTRA}'")
 

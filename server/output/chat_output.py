@@ -99,8 +99,6 @@ class EventParser:
 
 
 class MessageBuilder:
-    """Builds a message from its deltas."""
-
     def __init__(self) -> None:
         self._content: list[str] = []
         self._reasoning: list[str] = []

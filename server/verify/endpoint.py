@@ -31,8 +31,6 @@ class RequestFailed(Exception):
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server and how to ask it."""
-
     client: httpx.AsyncClient  # its base URL is the server's
     model: str
     extra: dict[str, Any] = field(default_factory=dict)  # added to every request

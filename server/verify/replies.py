@@ -30,8 +30,6 @@ class Proposal:
 
 @dataclass
 class Reply:
-    """One reply of the engine."""
-
     prompt: Sequence[int]
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)

@@ -21,8 +21,6 @@ TOGETHER = "all options: "  # begins the names of checks of all sampling options
 
 @dataclass(frozen=True)
 class Check:
-    """The verdict of one check."""
-
     group: str
     name: str
     status: str  # "pass", "fail", "note" (worth reading, not a failure) or "skip"
@@ -32,8 +30,6 @@ class Check:
 
 @dataclass
 class Report:
-    """All checks of a run."""
-
     setup: dict[str, Any]
     checks: list[Check] = field(default_factory=list)
 
@@ -114,8 +110,6 @@ class Row:
 
 @dataclass(frozen=True)
 class Bars:
-    """A plot of horizontal bars."""
-
     title: str
     rows: list[Row]
 

@@ -106,8 +106,6 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """The head's single decoder layer."""
-
     def __init__(self, geometry: HeadGeometry) -> None:
         super().__init__()
         hidden, eps = geometry.hidden_size, geometry.rms_norm_eps

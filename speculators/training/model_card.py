@@ -15,8 +15,6 @@ from .vocabulary import DraftVocabulary
 
 @dataclass(frozen=True)
 class Facts:
-    """The contents of a model card."""
-
     job: TrainJob
     geometry: HeadGeometry
     vocabulary: DraftVocabulary

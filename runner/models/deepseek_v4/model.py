@@ -104,8 +104,6 @@ class RotaryTables(nn.Module):
 
 
 class SkippedBlock:
-    """Takes the place of a block that is left out."""
-
     def forward(self, streams: Tensor, step: Step, tables: Tables) -> Tensor:
         return streams
 

@@ -90,8 +90,6 @@ class Gate(nn.Module):
 
 
 class SharedExpert(nn.Module):
-    """The expert of every token."""
-
     def __init__(self, hidden: int, size: int, limit: float, fmt: WeightFormat) -> None:
         super().__init__()
         self.limit = limit
@@ -104,8 +102,6 @@ class SharedExpert(nn.Module):
 
 
 class MoE(nn.Module):
-    """A feed-forward layer of routed experts plus a shared one."""
-
     def __init__(self, config: Any, by_token_id: bool, fmt: WeightFormat) -> None:
         super().__init__()
         hidden, size = config.hidden_size, config.moe_intermediate_size

@@ -151,14 +151,10 @@ class SparseLatentAttention(LatentAttention):
 
 
 class SparseLayer(DecoderLayer):
-    """A block with sparse attention."""
-
     attention = SparseLatentAttention
 
 
 class DeepseekV32Model(DeepseekModel):
-    """The target model."""
-
     block = SparseLayer
 
     def make_rotary(self, config: Any, max_position: int, device: torch.device) -> Any:

@@ -28,8 +28,6 @@ def _routing(config: Any) -> Routing:
 
 
 class GlmLayer(DecoderLayer):
-    """A pre-norm block. The first ones are dense."""
-
     def make_mlp(self, config: Any, index: int, fmt: WeightFormat) -> FeedForward:
         if index >= (config.first_k_dense_replace or 0):
             return SharedMoE(config, _routing(config), fmt, correction=True)

@@ -221,8 +221,6 @@ class _BlocksAndScales:
 
 
 class GptOssMLP(RoutedMLP):
-    """A router and its experts."""
-
     def __init__(self, config: Any, fmt: WeightFormat) -> None:
         super().__init__()
         # A softmax over the chosen logits is a softmax over all, renormalised.
@@ -244,8 +242,6 @@ class GptOssMLP(RoutedMLP):
 
 
 class GptOssLayer(DecoderLayer):
-    """A pre-norm block."""
-
     def make_attention(
         self, config: Any, index: int, layer_id: int, fmt: WeightFormat
     ) -> Attention:
@@ -256,6 +252,4 @@ class GptOssLayer(DecoderLayer):
 
 
 class GptOssModel(LlamaModel):
-    """The whole model."""
-
     layer_type = GptOssLayer

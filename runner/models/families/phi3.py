@@ -10,8 +10,6 @@ from ..sharded import stacked_linear
 
 
 class PhiLayer(DecoderLayer):
-    """A pre-norm block."""
-
     def make_attention(
         self, config: Any, index: int, layer_id: int, fmt: WeightFormat
     ) -> Attention:
@@ -33,6 +31,4 @@ class PhiLayer(DecoderLayer):
 
 
 class PhiModel(LlamaModel):
-    """The whole model."""
-
     layer_type = PhiLayer

@@ -76,8 +76,6 @@ class SparseMLP(RoutedMLP):
 
 
 class QwenMoeLayer(DecoderLayer):
-    """A pre-norm block whose feed-forward part is dense or has experts."""
-
     def make_mlp(self, config: Any, index: int, fmt: WeightFormat) -> FeedForward:
         if has_experts(config, index):
             return SparseMLP(config, fmt)
@@ -85,6 +83,4 @@ class QwenMoeLayer(DecoderLayer):
 
 
 class QwenMoeModel(LlamaModel):
-    """The whole model."""
-
     layer_type = QwenMoeLayer
