@@ -15,7 +15,6 @@ _PACKAGE = "package:"  # a model package:NAME/FILE is FILE inside the installed 
 
 
 def preset_names() -> list[str]:
-    """The names of all presets, sorted; `slipstream serve NAME` accepts each."""
     return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
 
 

@@ -62,7 +62,6 @@ class WorkerChannel:
             self._socket.send_multipart(frames_of(encoder.encode(messages)))
 
     def has_messages(self) -> bool:
-        """True if `receive` would return messages at once."""
         # Runs in every step, so it avoids `poll`, which builds a poller object each time.
         return bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN)
 

@@ -39,7 +39,6 @@ class Listening(NamedTuple):
 
 
 def configure(socket: Any, linger_ms: int) -> None:
-    """Set the limits of a socket of a pair."""
     socket.set(zmq.LINGER, linger_ms)
     socket.set(zmq.SNDHWM, 0)  # unlimited queue: a step never waits for a slow reader
     socket.set(zmq.RCVHWM, 0)
@@ -53,7 +52,6 @@ def frames_of(packet: bytes) -> list[memoryview]:
 
 
 def joined(frames: list[bytes]) -> bytes:
-    """The packet of some frames."""
     return frames[0] if len(frames) == 1 else b"".join(frames)
 
 
@@ -95,7 +93,6 @@ class _Pair:
             return  # no peer is connected; whoever watches its process reports its death
 
     async def receive_packet(self) -> bytes:
-        """Wait for the next packet."""
         if not self._is_guarded:
             return joined(await self._socket.recv_multipart())
         frames = await self._socket.recv_multipart(copy=False)
@@ -125,7 +122,6 @@ class _Pair:
         return self._is_met and self._peer in (None, int(event["value"]))
 
     def close(self, linger: float = 0.0) -> None:
-        """Close the socket, after giving what is queued up to `linger` seconds to leave."""
         self._socket.disable_monitor()
         self._context.destroy(linger=int(1e3 * linger))
 
@@ -160,7 +156,6 @@ class ListeningPair(_Pair):
         return endpoint
 
     def close(self, linger: float = 0.0) -> None:
-        """Close the socket and remove its folder."""
         super().close(linger)
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)

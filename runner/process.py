@@ -115,7 +115,6 @@ class WorkerProcess:
             raise
 
     def send_kill(self) -> None:
-        """Kill the process without waiting for its end."""
         self._process.kill()
 
     def release(self) -> None:

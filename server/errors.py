@@ -41,7 +41,6 @@ class APIError(Exception):
 
     @property
     def reason(self) -> str:
-        """The reason phrase of the HTTP status, such as "Not Found"."""
         return HTTPStatus(self.status).phrase
 
 

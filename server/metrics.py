@@ -344,12 +344,10 @@ class Metrics:
         self._healthy.set(1)  # the next worker's drafter counts as healthy
 
     def engine_restarts(self, total: int) -> None:
-        """Set the number of worker restarts since the server started."""
         self._restarts.inc(total - self._num_restarts)
         self._num_restarts = total
 
     def lost_drafters(self, total: int) -> None:
-        """Set the number of restarts at which the drafter could not be loaded."""
         self._lost_drafters.inc(total - self._num_lost_drafters)
         self._num_lost_drafters = total
 
@@ -358,7 +356,6 @@ class Metrics:
         self._http.labels(method, handler, str(status)).inc()
 
     def text(self) -> bytes:
-        """All metrics of all engines in Prometheus' text format."""
         for engine in self.engines:
             engine._mirror()
         if len(self.engines) == 1:

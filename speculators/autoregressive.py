@@ -71,7 +71,6 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         stage_draft_rows(inputs, inputs.requests, self, inputs.num_reqs, tokens, self.max_position)
 
     def stage_hidden(self, inputs: DraftInputs) -> None:
-        """Copy the target's hidden states into the buffers."""
         hidden = self.select_target_hidden(inputs)
         self.target_hidden[: hidden.shape[0]] = hidden
 

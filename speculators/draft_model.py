@@ -47,7 +47,6 @@ class _LanguageModel(DraftHead, nn.Module):
 
     @property
     def pick_tokens(self) -> PickTokens | None:
-        """The served model's, if it has one."""
         pick: PickTokens | None = getattr(self.language_model, "pick_tokens", None)
         return pick
 

@@ -246,7 +246,6 @@ class AttentionState:
     def attend(
         self, layer_id: int, query: Tensor, key: Tensor | None, value: Tensor | None
     ) -> Tensor:
-        """`AttentionMetadata.attend` of one layer."""
         metadata = self.metadata[self.group_of_layer[layer_id]]
         return metadata.attend(self.layers[layer_id], query, key, value, self.kv_caches[layer_id])
 
@@ -264,18 +263,15 @@ class AttentionState:
         rotary: Rotary,
         out: Tensor | None = None,
     ) -> Tensor:
-        """`AttentionMetadata.rotate_and_attend` of one layer."""
         metadata = self.metadata[self.group_of_layer[layer_id]]
         return metadata.rotate_and_attend(
             self.layers[layer_id], query, key, value, self.kv_caches[layer_id], rotary, out
         )
 
     def compressed(self, layer_id: int) -> CompressedRows:
-        """`AttentionMetadata.compressed` of one layer's group."""
         return self.metadata[self.group_of_layer[layer_id]].compressed()
 
     def pages(self, layer_id: int) -> Pages:
-        """The cache of one layer of a model with compressed caches."""
         rows = self.compressed(layer_id)
         return rows.pages(self.layers[layer_id], self.kv_caches[layer_id])
 

@@ -52,7 +52,6 @@ def check_backend(
     device: torch.device,
     batch_invariant: bool = False,
 ) -> None:
-    """Raise the error of `choose_backend`, if there is one."""
     _first_usable(name, layers, device, batch_invariant)
 
 

@@ -84,7 +84,6 @@ class HostCopy:
             self.event = stream.copy(tensors, self._host)
 
     def wait(self) -> list[Tensor]:
-        """Wait for the copy and return the host tensors."""
         if self.event is not None:
             self.event.synchronize()
         self._sources = ()

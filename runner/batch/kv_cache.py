@@ -37,7 +37,6 @@ class KVCacheGroup:
 
     @property
     def owners(self) -> tuple[AttentionLayer, ...]:
-        """The layers that have a cache of their own."""
         return tuple(layer for layer in self.layers if layer.kv_source is None)
 
     def block_size(self, largest: int) -> int:
@@ -51,7 +50,6 @@ class KVCacheGroup:
         return values * (self.dtype or dtype).itemsize * len(self.owners)
 
     def shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        """The shape of one layer's cache tensor, for blocks of `block_size` tokens."""
         rows, fp8 = block_size // self.entry_tokens, self.layers[0].fp8
         if fp8 is not None and fp8.paged:
             return num_blocks, 1, 1, page_bytes(rows, fp8.latent, fp8.rotary)
@@ -146,7 +144,6 @@ class KVLayout:
         ]
 
     def bytes_of(self, num_blocks: int) -> int:
-        """Bytes of all groups, if a group of `block_size` has `num_blocks`."""
         parts = zip(self.groups, self.counts(num_blocks), self.block_sizes, strict=True)
         return sum(count * group.block_bytes(size, self.dtype) for group, count, size in parts)
 
@@ -232,7 +229,6 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the cache, over all groups."""
         return self._layout.bytes_of(self.num_blocks)
 
     def attention_state(

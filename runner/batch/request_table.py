@@ -80,7 +80,6 @@ class RequestTable:
         self._num_blocks_cpu = [[0] * reqs for _ in range(groups)]
 
     def stage(self, plan: StepPlan) -> None:
-        """Keep the changes of `plan` for `apply_staged`."""
         assert self._staged is None, "a plan was staged and never applied"
         self._staged = plan
 

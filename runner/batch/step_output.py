@@ -30,7 +30,6 @@ class TokenLogprobTensors:
     top_logprobs: Tensor  # [P, top] float32
 
     def columns(self) -> list[Tensor]:
-        """The tensors in field order."""
         return [self.token_ids, self.logprobs, self.ranks, self.top_ids, self.top_logprobs]
 
 
@@ -64,7 +63,6 @@ class StepTensors:
         return tensors
 
     def unpack(self, host: list[Tensor]) -> list[Tensor]:
-        """Split the host's copies of `all` into one tensor per field."""
         return host
 
 

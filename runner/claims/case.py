@@ -174,7 +174,6 @@ class ClaimTrial:
         )
 
     def forward(self, num_tokens: int, state: AttentionState) -> Tensor:
-        """Run the layer on the first `num_tokens` rows; return these rows of `output`."""
         value = None if self.value is None else self.value[:num_tokens]
         out = state.attend(
             self.layer.layer_id, self.query[:num_tokens], self.key[:num_tokens], value

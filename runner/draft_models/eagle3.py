@@ -246,7 +246,6 @@ class Eagle3Head(nn.Module):
 
     @property
     def _has_map(self) -> bool:
-        """Whether the head has a smaller vocabulary than the target."""
         return bool(self.head.draft_vocab_size != self.config.vocab_size)
 
     def finish_loading(self, dummy: bool = False) -> None:

@@ -16,7 +16,6 @@ class TargetHead(DraftHead):
 
     @property
     def pick_tokens(self) -> PickTokens | None:
-        """The target's (see `TextModel.pick_tokens`)."""
         pick: PickTokens | None = getattr(self.target[0], "pick_tokens", None)
         return pick
 

@@ -66,7 +66,6 @@ class DraftAttention:
 
     @property
     def builds_on_device(self) -> bool:
-        """Whether every builder can build inside a graph."""
         return all(builder.builds_on_device for builder in self._builders if builder is not None)
 
     @property

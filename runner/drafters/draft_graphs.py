@@ -103,7 +103,6 @@ class DraftGraphs:
 
     @property
     def managers(self) -> list[CudaGraphManager]:
-        """The managers of draft prefills and decodes."""
         found = (self._prefills, self._decodes, *self._loops.values())
         return [graphs for graphs in found if graphs is not None]
 
@@ -130,7 +129,6 @@ class DraftGraphs:
         self._begin_decodes(False)
 
     def _begin_decodes(self, are_next: bool = True) -> None:
-        """See `RowExchange.begin_decodes`."""
         if self._exchange is not None:
             self._exchange.begin_decodes(are_next)
 

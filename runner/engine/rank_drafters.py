@@ -102,7 +102,6 @@ class RankDrafter:
         return number, ""
 
     def swap(self) -> None:
-        """Swap the loaded drafter and the running one between two steps."""
         assert self._loaded is not None, "a drafter must be loaded before it is swapped in"
         self._run_between(self._loaded.swap)
 

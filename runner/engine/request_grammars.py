@@ -37,7 +37,6 @@ class RequestGrammars:
 
     @property
     def is_compiling(self) -> bool:
-        """True while some request waits for its grammar."""
         return bool(self._compiling)
 
     def set_backend(self, backend: GrammarBackend) -> None:
@@ -107,7 +106,6 @@ class RequestGrammars:
         return bitmask, num_cut
 
     def shutdown(self) -> None:
-        """Stop compiling."""
         if self._backend is not None:
             self._backend.shutdown()
 

@@ -142,7 +142,6 @@ class WatchedHandle:
         self._is_noted = False
 
     def wait(self, timeout: float) -> bool:
-        """As `StepHandle.wait`. Raises RankFailed if another rank has failed."""
         self._group.check()
         return self._handle.wait(timeout)
 

@@ -75,7 +75,6 @@ class Compiler:
             raise ValueError(_reason(error)) from error
 
     def matcher(self, compiled: Any) -> XGrammarMatcher:
-        """Create a matcher at the start of the grammar."""
         made = self._library.GrammarMatcher(compiled, self._eos_ids, False, -1, None)
         return XGrammarMatcher(made, self._vocab_size, self._ends_with_text)
 

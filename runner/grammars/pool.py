@@ -301,7 +301,6 @@ class Nursery:
         socket.send_fds(self._control, [COMMAND.pack(START, number)], [sock.fileno()])
 
     def kill(self, number: int) -> None:
-        """Kill a process if it still runs."""
         try:
             self._control.sendall(COMMAND.pack(KILL, number))
         except OSError:

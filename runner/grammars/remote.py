@@ -80,7 +80,6 @@ class GrammarProcess:
         self.is_ready = True
 
     def matcher(self, vocab_size: int) -> RemoteMatcher:
-        """Create a matcher at the start of the grammar."""
         self._num_matchers += 1
         return RemoteMatcher(self, self._num_matchers, vocab_size)
 
@@ -273,7 +272,6 @@ class StepClock:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the masks were requested."""
         return time.monotonic() - self._began
 
     @property
@@ -330,7 +328,6 @@ def fill_remote(jobs: Sequence[MaskJob]) -> None:
 
 @functools.cache
 def num_cores() -> int:
-    """Cores that this process may use."""
     if sys.platform != "linux":
         return os.cpu_count() or 1
     return len(os.sched_getaffinity(0))

@@ -65,7 +65,6 @@ class CaptureReport:
     memory_bytes: int
 
     def line(self) -> str:
-        """One line for the start-up log."""
         kinds = ", ".join(f"{count} {mode}" for mode, count in self.num_graphs.items()) or "none"
         return (
             f"{self.name} graphs: {kinds}, up to {self.largest} tokens, "
@@ -83,7 +82,6 @@ class MemoryByPurpose:
         self.purposes[purpose] = self.purposes.get(purpose, 0) + num_bytes
 
     def line(self) -> str:
-        """One line for the start-up log."""
         parts = [f"{name} {size / 2**30:.2f} GiB" for name, size in self.purposes.items()]
         return "memory: " + ", ".join(parts)
 
@@ -141,7 +139,6 @@ class CudaGraphManager:
         debug_compare_eager: bool = False,
         mixed_sizes: Sequence[int] | None = None,
     ) -> CudaGraphManager:
-        """A manager of all descriptors of `mode`."""
         wanted = descriptors(
             mode, uniform_token_counts, sizes, max_num_reqs, max_num_tokens, mixed_sizes
         )
@@ -151,7 +148,6 @@ class CudaGraphManager:
 
     @property
     def captured(self) -> list[BatchExecutionDescriptor]:
-        """The descriptors that can be replayed."""
         return [*self._pieces, *self._full]
 
     def holds(self, desc: BatchExecutionDescriptor) -> bool:

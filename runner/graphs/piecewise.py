@@ -144,7 +144,6 @@ class BreakableGraph:
                 step.replay()
 
     def reset(self) -> None:
-        """Free the segments' memory; they cannot be replayed afterwards."""
         for step in self._steps:
             if not isinstance(step, _AttentionCut | _RecurrentCut):
                 step.reset()

@@ -244,7 +244,6 @@ class DecoderLayer(nn.Module):
 
 
 def make_rotary(config: Any, max_position: int, device: torch.device) -> RotaryEmbedding:
-    """The rotary embedding of the rotated part of each head."""
     interleaved = bool(getattr(config, "rope_interleave", True))
     return RotaryEmbedding(
         rope_parameters(config), config.qk_rope_head_dim, max_position, device, interleaved

@@ -294,7 +294,6 @@ class RMSNorm(nn.Module):
         self.register_buffer("weight", torch.empty(size, dtype=dtype, device=fmt.device))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Norm x [..., size]."""
         return rms_norm(x, self.weight, self.eps)
 
     @property

@@ -304,13 +304,11 @@ class DecoderLayer(nn.Module):
         return RowWeights.of(matrices, norms)
 
     def enter_row(self, hidden: Tensor) -> Tensor:
-        """See `RowBlock`."""
         project = self.self_attn.qkv_proj
         x, norm, _ = enter(self.input_layernorm, hidden, None, project.norms(1))
         return project.parts(x, norm)
 
     def attend_row(self, qkv: Tensor, rotary: RotaryStep, attention: AttentionState) -> Tensor:
-        """See `RowBlock`."""
         return self.self_attn.attend_heads(qkv, rotary, attention)
 
     def native_weights(self) -> LayerWeights | None:

@@ -144,7 +144,6 @@ def yarn_factor(parameters: dict[str, Any]) -> float:
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """YaRN's attention temperature."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

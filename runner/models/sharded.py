@@ -330,13 +330,11 @@ class SplitEmbedding(Embedding):
 
 
 def table(num_rows: int, size: int, fmt: WeightFormat) -> Embedding:
-    """The embedding table of a vocabulary."""
     kind = Embedding if fmt.ranks is None else SplitEmbedding
     return kind(num_rows, size, fmt)
 
 
 def head(hidden: int, vocab_size: int, fmt: WeightFormat) -> Linear:
-    """The output head of a vocabulary."""
     if fmt.ranks is None:
         return Linear(hidden, vocab_size, fmt, role="head")
     return SplitHead(hidden, vocab_size, fmt)

@@ -254,7 +254,6 @@ class RankEnd:
         return self._commands.recv()
 
     def answer(self, answer: Answer) -> None:
-        """Send an answer. Never waits."""
         self._answers.send(encoder.encode(answer))
 
     def close(self) -> None:

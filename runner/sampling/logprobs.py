@@ -73,7 +73,6 @@ def token_logprobs(
 
 
 def concatenate(parts: list[TokenLogprobTensors]) -> TokenLogprobTensors:
-    """Concatenate the rows of all parts."""
     if len(parts) == 1:
         return parts[0]
     columns = zip(*(part.columns() for part in parts), strict=True)

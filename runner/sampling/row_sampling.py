@@ -73,7 +73,6 @@ class RowSampling:
         return _join(outputs)
 
     def path(self, batch: InputBatch, table: RequestTable) -> SamplingPath:
-        """The sampling path of a batch without a grammar."""
         has_drafts = batch.num_logits > batch.num_reqs
         return self.sampler.path(table.sampling.features(batch.slots), has_drafts)
 

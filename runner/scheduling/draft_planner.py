@@ -222,7 +222,6 @@ class DraftPlanner:
         self.controller.costs.refine(num_reqs, num_drafts / num_reqs, seconds, steady)
 
     def _learn_prompts(self, plan: StepPlan, num_drafts: int, seconds: float) -> None:
-        """Learn the duration of a step of decode rows and prompts."""
         num_rows = _prompt_rows(plan.rows)
         num_reqs = sum([not _is_prompt(row) for row in plan.rows])
         if num_reqs and num_rows:

@@ -345,7 +345,6 @@ class KVBlocks:
             pool.forget_contents()
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached block that no request holds."""
         for pool in self._all_pools():
             pool.reset_cache()
 

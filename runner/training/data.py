@@ -233,7 +233,6 @@ class TrainingEngine:
 
     @property
     def target_config(self) -> Any:
-        """The target's transformers config."""
         model: Any = self.parts.target.model
         return model.config
 

@@ -142,7 +142,6 @@ class ReplyFile:
             path.write_text("".join(_line(n, s) for n, s in self.sequences.items()))
 
     def add(self, number: int, sequence: TrainingSequence) -> None:
-        """Append a finished sequence."""
         self.sequences[number] = sequence
         with self._path.open("a") as file:
             file.write(_line(number, sequence))

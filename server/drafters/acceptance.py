@@ -135,7 +135,6 @@ async def measure_acceptance(
 
 
 def total(tallies: dict[str, Tally]) -> Tally:
-    """The sum of the tallies of all domains."""
     out = Tally()
     for tally in tallies.values():
         out.merge(tally)

@@ -58,7 +58,6 @@ class DrafterChanges:
             self._answer.set_result(changed)
 
     def fail(self, error: EngineDead) -> None:
-        """Fail the pending action, because the worker has ended."""
         self._is_lost = bool(self._loaded)
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(error)

@@ -168,7 +168,6 @@ class EngineClient:
             self._post(AbortRequests([request_id]))
 
     def set_vocabulary(self, vocabulary: SetVocabulary) -> None:
-        """Send the vocabulary to the present worker and to every later one."""
         self._vocabulary = vocabulary
         if self._worker is not None:
             self._worker.channel.send([vocabulary])

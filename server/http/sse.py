@@ -32,11 +32,9 @@ class Writer(Protocol):
 
     def may_write(self) -> bool:
         """Whether more can be written without waiting."""
-        ...
 
     def write(self, data: bytes) -> bool:
         """Send it; returns `may_write`."""
-        ...
 
 
 def event(data: bytes, name: str | None = None) -> bytes:

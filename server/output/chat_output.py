@@ -30,11 +30,9 @@ class MessageParser(Protocol):
 
     def push(self, text: str, token_ids: Sequence[int]) -> list[Delta]:
         """The deltas that `text` adds to the message; `token_ids` arrived with it."""
-        ...
 
     def finish(self) -> list[Delta]:
         """The deltas that were held back; called at the end of the text."""
-        ...
 
 
 class PlainText:
@@ -153,7 +151,6 @@ class TokenIds(Protocol):
 
     def token_to_id(self, token: str) -> int | None:
         """The id of a token given by its text in the vocabulary, or None."""
-        ...
 
 
 class OutputParser:

@@ -118,7 +118,6 @@ class ChatFormat:
     legacy: bool = False  # the request uses `functions`, OpenAI's older form
 
     def parser(self, prompt: str) -> MessageParser:
-        """A new parser for a choice that continues the rendered chat `prompt`."""
         output = self._output(prompt)
         if output is None:
             return PlainText()

@@ -147,7 +147,6 @@ class Tokenizer:
         keep: frozenset[int] = frozenset(),
         prompt_ids: Sequence[int] = (),
     ) -> IncrementalDetokenizer:
-        """A detokenizer for one sequence, which continues the prompt if there is one."""
         return IncrementalDetokenizer(self, skip_special_tokens, keep, prompt_ids)
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -171,7 +170,6 @@ class Tokenizer:
         return self.backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
 
     def token_to_id(self, token: str) -> int | None:
-        """The id of a token in the vocabulary's spelling, or None."""
         return self.backend.token_to_id(token)
 
     def _mark_special_tokens(self) -> None:

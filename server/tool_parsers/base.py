@@ -145,7 +145,6 @@ class Parser:
         return text
 
     def take_space(self) -> Wait[str]:
-        """Consume and return all white space up to the next other character."""
         space = ""
         while (yield from self.peek()).isspace():
             rest = self._buffer.lstrip()
@@ -212,7 +211,6 @@ class Parser:
         self._space = ""
 
     def flush_space(self) -> None:
-        """Emit the white space that is held back."""
         if self._space:
             self.emit(ContentDelta(self._space))
         self._space = ""
@@ -292,7 +290,6 @@ class ToolParser(Parser):
             self.content(space)
 
     def start_call(self, name: str, call_id: str | None = None) -> None:
-        """Emit the start of the next call."""
         self.drop_space()
         self._after_call = True
         self.emit(ToolCallStart(self.num_calls, call_id or self._new_id(), name))

@@ -88,12 +88,10 @@ class Report:
 
 
 def nats(value: float) -> str:
-    """A difference of log probabilities, for people."""
     return f"{value:.2g} nats"
 
 
 def percent(value: float) -> str:
-    """A share, for people."""
     return f"{100 * value:.2g} %" if value < 0.1 else f"{100 * value:.0f} %"
 
 

@@ -319,7 +319,6 @@ def _judge_together(found: Sequence[Sampled], level: float, report: Report) -> N
 
 
 def _judge_seeds(on: Sequence[Reply], off: Sequence[Reply], report: Report, exact: bool) -> None:
-    """A request with a seed of its own has the same text with and without drafts."""
     equal = sum(a.token_ids == b.token_ids for a, b in zip(on, off, strict=True))
     text = f"{equal} of {len(on)} replies are the same with and without drafts"
     # Rounding may decide a draw differently where two tokens are equally close to it.

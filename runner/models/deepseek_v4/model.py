@@ -236,5 +236,4 @@ def plain_name(name: str) -> str:
 
 
 def is_of_module(name: str) -> bool:
-    """Whether the tensor belongs to a module for multi-token prediction."""
     return _MODULE.match(name) is not None

@@ -22,7 +22,6 @@ class PhiLayer(DecoderLayer):
         return attention
 
     def make_mlp(self, config: Any, index: int, fmt: WeightFormat) -> FeedForward:
-        """As the base class, with one stored matrix for gate and up."""
         mlp = MLP(config.hidden_size, config.intermediate_size, fmt, bias=False)
         what, size = "intermediate features", config.intermediate_size
         sections = [(size, size)] * 2

@@ -18,7 +18,6 @@ from ..moe import Chosen, Experts, RoutedMLP, Router
 
 
 def has_experts(config: Any, index: int) -> bool:
-    """Whether layer `index` is a mixture of experts."""
     dense = set(getattr(config, "mlp_only_layers", None) or ())
     step = getattr(config, "decoder_sparse_step", None) or 1
     return index not in dense and config.num_experts > 0 and (index + 1) % step == 0

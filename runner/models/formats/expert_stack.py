@@ -72,7 +72,6 @@ class ExpertStack(nn.Module):
 
     @property
     def matrices(self) -> list[Matrix]:
-        """The native weights of each expert."""
         if not self._matrices:
             parts = [[own[row] for row in sorted(own)] for own in self._native]
             self._matrices = [Matrix(own) for own in parts]
