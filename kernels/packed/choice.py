@@ -79,9 +79,9 @@ def can_quantise(weight: TiledWeight) -> bool:
 
 
 def _direct(weight: TiledWeight, shape: Shape) -> Direct:
-    """The kernel for one row of a type of GGUF. Of two planes with scales of one level, the words
-    of two steps are loaded ahead, because the compiler spills registers with one."""
-    ahead = 2 if weight.high is not None and weight.super_scales is None else 1
+    """The kernel for one row of a type of GGUF. With scales of one level and less than 8 bits, the
+    words of two steps are loaded ahead, because the compiler spills registers with one."""
+    ahead = 2 if weight.super_scales is None and weight.kind != "int8" else 1
     split_k = 2 if shape.may_split and shape.outputs < 8192 and shape.inputs >= 8192 else 1
     return Direct(1, 4, ahead, split_k)
 

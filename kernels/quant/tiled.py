@@ -41,8 +41,9 @@ class TiledWeight:
     word j hold the code of column i * slice_width + j of the span; of "fp4", `FP4_FIELDS` and
     `FP4_SIGNS` say which bits. K is padded to whole spans with zeros.
 
-    Kinds with a second plane have their words in `words` and `high`, see `planes`. Their scales and
-    offsets are [ceil(groups / P), N, P]: P neighbouring groups of a row have 4 bytes together.
+    Kinds with a second plane have their words in `words` and `high`, see `planes`. Scales and
+    offsets of these, and of other groups of 32 columns without zeros, are [ceil(groups / P), N, P]:
+    P neighbouring groups of a row have 4 bytes together.
     """
 
     kind: Kind
@@ -101,11 +102,13 @@ class TiledWeight:
         high, offsets = None, self.offsets
         if self.high is not None:
             values, high = plane_values(self.words, self.high, self.kind, self.columns)
+        else:
+            values = _values(self.words, self)
+        if self.scales.dim() == 3:
             groups = -(-self.columns // self.group)
             scales = by_group(self.scales, groups)
             offsets = None if offsets is None else by_group(offsets, groups)
         else:
-            values = _values(self.words, self)
             scales = self.scales if self.kind == "fp4" else self.scales.T
             offsets = None if offsets is None else offsets.T
         return PackedWeight(
@@ -283,7 +286,7 @@ def tile(weight: PackedWeight, narrow: bool = False) -> TiledWeight:
         else:
             words[piece] = _words(weight.values[piece], weight.kind, spans, width)
     zeros, offsets = weight.zeros, weight.offsets
-    if has_planes:
+    if _are_side_by_side(weight):
         scales = side_by_side(weight.scales)
         offsets = None if offsets is None else side_by_side(offsets)
     else:
@@ -309,6 +312,17 @@ def tile(weight: PackedWeight, narrow: bool = False) -> TiledWeight:
         factors=factors_of_blocks(weight.scales) if narrow else None,
         high=high,
     )
+
+
+def _are_side_by_side(weight: PackedWeight) -> bool:
+    """Whether neighbouring scales of a row lie together: a span of words has 4 bytes of them."""
+    if weight.kind in HIGH_BITS:
+        return True
+    if weight.kind not in ("int4", "int8") or weight.zeros is not None or weight.row_group > 1:
+        return False
+    if weight.group != 32 or weight.group >= weight.columns:
+        return False
+    return slices_of(weight.kind) * weight.scales.element_size() % 4 == 0  # a slice is a group
 
 
 def _words(values: Tensor, kind: Kind, spans: int, width: int) -> Tensor:

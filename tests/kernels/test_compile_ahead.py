@@ -161,6 +161,12 @@ def test_engines_that_share_experts_launch_no_kernel_after_the_start(
 
 
 @needs_triton
+@pytest.mark.slow
+def test_no_kernel_that_is_chosen_for_ggufs_types_spills(run_script: Script) -> None:
+    run_script("compile_packed.py", "chosen", SLIPSTREAM_PDL="1")
+
+
+@needs_triton
 @pytest.mark.parametrize("forms", [(), pytest.param(("all",), marks=pytest.mark.slow)], ids=str)
 def test_every_kernel_compiles_for_sm_90a(forms: tuple[str, ...], run_script: Script) -> None:
     compiled: set[str] = set()

@@ -2,7 +2,7 @@
 
 Without arguments it compiles each kernel and a few formats. With `all` it compiles every candidate
 of `measure_packed` and prints its registers, spills and shared memory, with `experts` those of
-experts.
+experts. With `chosen` it compiles what is chosen for GGUF's types, and fails if a kernel spills.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import compile_linear
 import sm90 as base
 import torch
 from compile_linear import CUOBJDUMP, compile_and_keep, kernels, resources
-from measure_packed import FORMATS, ROWS, SHAPES, candidates, layer_call, tile_on_meta
+from measure_packed import FORMATS, GGUF, ROWS, SHAPES, candidates, layer_call, tile_on_meta
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -35,6 +35,7 @@ from slipstream.kernels.packed.grouped.triton.hopper_experts import forms_of
 from slipstream.kernels.packed.grouped.triton.sort_rows import arrange
 from slipstream.kernels.packed.kinds import Codes, Direct, PackedChoice, Row
 from slipstream.kernels.packed.linear import (
+    choose_packed,
     packed_gated_linear,
     packed_linear,
     packed_linear_parts,
@@ -119,15 +120,8 @@ def few() -> None:
     one("int4z", qkv, Direct(2, 4, 1, split_k=2), 1)
     one("fp8", qkv, Direct(1, 4, 2), 1)
     one("fp8b", gate_up, Direct(2, 8, 1), 1)
-    one("q4k", gate_up, Skinny(64, 128, 3, 4, 1, 16), 9)
-    one("q5k", gate_up, Skinny(64, 128, 3, 4, 1, 16), 9)
-    one("q5_0", gate_up, Skinny(64, 128, 3, 8, 1, 64), 64)
-    one("q6k", qkv, Skinny(64, 128, 4, 4, 2, 16), 9)
-    one("q4k", gate_up, Direct(1, 4, 1), 1)
-    one("q5k", qkv, Direct(1, 4, 1), 1)
-    one("q5_1", gate_up, Direct(1, 4, 2), 1)
-    one("q6k", qkv, Direct(1, 4, 1, split_k=2), 1)
-    one("q8_0", gate_up, Direct(1, 4, 1), 1)
+    chosen(("q5k", gate_up, 1), ("q5k", gate_up, 64), ("q5_0", qkv, 9), ("q6k", qkv, 1))
+    chosen(("q6k", gate_up, 9), ("q4k", gate_up, 1), ("q4k", gate_up, 64), ("q8_0", qkv, 1))
     for name, rows in (("fp8b", 8), ("int4z", 1), ("q4k", 8), ("q5k", 8), ("nvfp4", 64)):
         experts(name, QWEN, rows)
     for rows in (1, 17, 300):  # each form, and both ways of sorting rows
@@ -164,6 +158,23 @@ def few() -> None:
         row_scales = quantise_rows(meta(99, 1024), 1024, dtype)[1]
     quantise_blocks(meta(99, 1024), 1024)
     rescale(meta(99, 512, dtype=base.I32), row_scales, meta(512), None, None, base.BF16)
+
+
+def chosen(*cases: tuple[str, Shape, int]) -> None:
+    """Compile the kernels that are chosen for a type of GGUF, a layer and a number of rows."""
+    for name, shape, rows in cases:
+        choice = choose_packed(tile_on_meta(name, shape), shape.role, rows)
+        assert isinstance(choice, Direct if rows == 1 else Skinny)
+        one(name, shape, choice, rows)
+
+
+def all_chosen() -> None:
+    """Compile every kernel that is chosen for a type of GGUF, without spills."""
+    roles = Shape("gate_up", 512, 1024), Shape("qkv", 6144, 4096), Shape("head", 128256, 4096)
+    for name in GGUF:
+        chosen(*((name, shape, rows) for shape in roles for rows in (1, 16, 32, 64)))
+        check_instructions()
+        kernels.clear()
 
 
 def coded(outputs: int, inputs: int) -> None:
@@ -288,6 +299,8 @@ if __name__ == "__main__":
         assert launch.pdl_options(meta(1))["PDL"]
         if sys.argv[1:] == ["all"]:
             everything()
+        elif sys.argv[1:] == ["chosen"]:
+            all_chosen()
         elif sys.argv[1:] == ["experts"]:
             all_experts()
         else:

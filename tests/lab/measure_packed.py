@@ -80,6 +80,7 @@ FORMATS: dict[str, tuple[Kind, int, int, torch.dtype, bool]] = {
     "mxfp4": ("fp4", 32, 1, torch.uint8, False),
     "nvfp4": ("fp4", 16, 1, torch.float8_e4m3fn, False),
 }
+GGUF = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4k", "q5k", "q6k")
 WITH_OFFSETS = ("q4_1", "q5_1", "q4k", "q5k", "q5k8")  # GGUF's types with minima
 TWO_LEVELS = ("q4k", "q5k", "q6k", "q5k8", "q6k8")  # with super scales of 256 columns
 _DEVIATION = {"fp8": 1.0, "int8": 73.0, "int4": 4.6, "int5": 9.2, "int6": 18.5, "fp4": 3.0}

@@ -22,8 +22,8 @@ def scale_arguments(weight: TiledWeight, filler: Tensor) -> dict[str, Any]:
     Scales of whole rows are in `channel`, where the kernel multiplies its sums by them once. The
     `filler` stands in for tensors that the format lacks.
     """
-    if weight.high is not None:
-        return _plane_arguments(weight, filler)
+    if weight.scales.dim() == 3:
+        return _small_arguments(weight, filler)
     is_fp4 = weight.kind == "fp4"
     whole = weight.group >= weight.columns and weight.row_group == 1
     columns = weight.slices * weight.slice_width
@@ -47,12 +47,12 @@ def scale_arguments(weight: TiledWeight, filler: Tensor) -> dict[str, Any]:
         "E8M0": weight.scales.dtype == torch.uint8,
         "ZEROS": mode,
         "CHANNEL": factors is not None,
-        "STORED": 0,
+        "STORED": -1,
     }
 
 
-def _plane_arguments(weight: TiledWeight, filler: Tensor) -> dict[str, Any]:
-    """`scale_arguments` of two planes: scales are registers, and always those of groups."""
+def _small_arguments(weight: TiledWeight, filler: Tensor) -> dict[str, Any]:
+    """`scale_arguments` of small groups, whose neighbours are registers."""
     scales, offsets = weight.scales.view(torch.int32), weight.offsets
     return {
         "scales": scales,
@@ -63,7 +63,7 @@ def _plane_arguments(weight: TiledWeight, filler: Tensor) -> dict[str, Any]:
         "zero_stride": scales.stride(0),
         "super_scales": filler if weight.super_scales is None else weight.super_scales,
         "super_offsets": filler if weight.super_offsets is None else weight.super_offsets,
-        "KIND": PLANE_KINDS[weight.kind],
+        "KIND": (KINDS | PLANE_KINDS)[weight.kind],
         "GROUP": weight.group,
         "ROW_GROUP": 1,
         "GROUPS": weight.slices * weight.slice_width // weight.group,

@@ -29,7 +29,7 @@ from ...linear.triton.moe import Tiles
 from ...linear.triton.one_row_experts import activation_options
 from ...quant.tiled import TiledWeight
 from ...quant.triton.plane_codes import bits_of_step
-from ...quant.triton.plane_scales import plane_factors
+from ...quant.triton.plane_scales import factors_of_slices, plane_factors
 from ..planes.triton.plane_products import add_planes
 from .arguments import scale_arguments
 from .packed_products import add_products
@@ -115,7 +115,7 @@ def _packed_experts_kernel(
     ROW_GROUP: tl.constexpr,
     GROUPS: tl.constexpr,  # groups in WIDTH * SLICES columns; 0 = the scales are in `channel`
     E8M0: tl.constexpr,
-    STORED: tl.constexpr,  # of two planes, see `plane_scales`
+    STORED: tl.constexpr,  # of small groups, see `plane_scales`
     ZEROS: tl.constexpr,  # 0 = none, 1 = zeros, 2 = offsets
     CHANNEL: tl.constexpr,
     NARROW: tl.constexpr,  # WIDTH words are of 4 spans of 64 columns
@@ -180,6 +180,9 @@ def _packed_experts_kernel(
             if KIND >= 4 and not GATED:
                 acc = add_planes((acc,), (words,), xs, (now,), (zero,), FORM, STORED)[0]
             elif KIND < 4:
+                now = factors_of_slices(now, GROUPS, STORED)
+                if ZEROS == 2:
+                    zero = factors_of_slices(zero, GROUPS, STORED)
                 acc = add_products(acc, words, xs, now, zero, FORM)
             if GATED:
                 words_up = _load_span(
@@ -192,6 +195,9 @@ def _packed_experts_kernel(
                         *(FORM, STORED),
                     )
                 else:
+                    now_up = factors_of_slices(now_up, GROUPS, STORED)
+                    if ZEROS == 2:
+                        zero_up = factors_of_slices(zero_up, GROUPS, STORED)
                     acc_up = add_products(acc_up, words_up, xs, now_up, zero_up, FORM)
         if CHANNEL:
             acc *= tl.load(channel + row_n, mask=inside_n, other=0.0).to(tl.float32)[:, None]

@@ -31,7 +31,7 @@ from ...linear.triton.gemv import gated
 from ...linear.triton.skinny import _tile
 from ...quant.planes import LOW_SLICES
 from ...quant.tiled import TiledWeight
-from ...quant.triton.plane_scales import plane_factors
+from ...quant.triton.plane_scales import factors_of_slices, plane_factors
 from ..choice import EXACT_ROWS
 from ..kinds import GATE_UP, PARTS, PLAIN
 from ..planes.triton.plane_products import add_planes, plane_tiles
@@ -112,7 +112,7 @@ def _packed_kernel(
     num_groups,
     stride,  # of `scales`
     zero_stride,
-    super_scales,  # [ceil(K / 256), rows of `scales`], if `scales` are integers
+    super_scales,  # [ceil(K / 256), N], if scales are integers
     super_offsets,
     high_source,  # of two planes: descriptor of, or pointer to, the words of the second
     num_high,  # their words of a row
@@ -127,7 +127,7 @@ def _packed_kernel(
     ROW_GROUP: tl.constexpr,
     GROUPS: tl.constexpr,  # groups in WIDTH * SLICES columns; 0 = the scales are in `channel`
     E8M0: tl.constexpr,  # scales of "fp4" are powers of 2, else e4m3
-    STORED: tl.constexpr,  # of two planes, see `plane_scales`
+    STORED: tl.constexpr,  # of small groups, see `plane_scales`
     ZEROS: tl.constexpr,  # 0 = none, 1 = zeros, 2 = offsets
     CHANNEL: tl.constexpr,
     NORM: tl.constexpr,
@@ -199,6 +199,9 @@ def _packed_kernel(
         if KIND >= 4 and MODE != 2:
             acc = add_planes((acc,), (w,), xs, (now,), (zero,), FORM, STORED)[0]
         elif KIND < 4:
+            now = factors_of_slices(now, GROUPS, STORED)
+            if ZEROS == 2:
+                zero = factors_of_slices(zero, GROUPS, STORED)
             acc = _added(acc, w, xs, now, zero, FORM, PRODUCTS)
         if MODE == 2:
             w_up = _words(
@@ -210,6 +213,9 @@ def _packed_kernel(
                     *((acc, acc_up), (w, w_up), xs, (now, now_up), (zero, zero_up), FORM, STORED)
                 )
             else:
+                now_up = factors_of_slices(now_up, GROUPS, STORED)
+                if ZEROS == 2:
+                    zero_up = factors_of_slices(zero_up, GROUPS, STORED)
                 acc_up = _added(acc_up, w_up, xs, now_up, zero_up, FORM, PRODUCTS)
 
     inside = is_row[:, None] & (m < num_rows)[None, :]

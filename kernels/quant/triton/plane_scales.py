@@ -1,4 +1,4 @@
-"""Loads scales and offsets of words of two planes: 4 bytes of neighbouring groups at once."""
+"""Loads scales and offsets of small groups: 4 bytes of neighbouring groups at once."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment"
 
@@ -11,7 +11,7 @@ import triton.language as tl
 from ...launch import hash_functions
 from .packed_scales import factors_of
 
-# Values of STORED: the type of scales of which a register holds 4, 2 or 1.
+# Values of STORED: the type of scales of which a register holds 4, 2 or 1. Others have -1.
 STORED = {torch.uint8: 0, torch.int8: 1, torch.float16: 2, torch.bfloat16: 3, torch.float32: 4}
 
 
@@ -35,16 +35,15 @@ def plane_factors(
     scales, zeros, sizes, k, n, inside, FACTORS: tl.constexpr, STORED: tl.constexpr,
     NARROW: tl.constexpr = False,
 ):  # fmt: skip
-    """`factors_of`, but of two planes, whose scales and offsets stay as they are in memory.
+    """`factors_of`, but of small groups scales and offsets stay as they are in memory.
 
-    They are tuples of int32 [BLOCK_N] of the groups of the span from column k, and the super scale
+    Those are tuples of int32 [BLOCK_N] of the groups of the span from column k, and the super scale
     or offset comes last. `scales` and `zeros` are int32 [num_groups, N].
     """
-    KIND: tl.constexpr = FACTORS[0]
     GROUPS: tl.constexpr = FACTORS[1]
     GROUP: tl.constexpr = FACTORS[2]
     ZEROS: tl.constexpr = FACTORS[4]
-    if KIND < 4:
+    if STORED < 0:
         s, z = factors_of(scales, zeros, sizes, k, n, inside, FACTORS, NARROW)
     else:
         s = _registers(scales, sizes[0], k, n, inside, sizes[2], GROUPS, GROUP, STORED)
@@ -79,6 +78,18 @@ def factor_of(registers, INDEX: tl.constexpr, GROUPS: tl.constexpr, STORED: tl.c
     if STORED < 2:
         number *= registers[GROUPS // PER].to(tl.float32)
     return number
+
+
+@triton.jit
+def factors_of_slices(registers, GROUPS: tl.constexpr, STORED: tl.constexpr):
+    """What `plane_factors` loaded, as `factors_of` returns it: a tuple of 4 [BLOCK_N]."""
+    if STORED < 0:
+        vectors = registers
+    else:
+        vectors = ()
+        for i in tl.static_range(4):
+            vectors += (factor_of(registers, i % GROUPS, GROUPS, STORED),)
+    return vectors
 
 
 hash_functions(globals())

@@ -18,8 +18,8 @@ from .plane_widen import widen_planes
 @triton.jit
 def _widen_kernel(
     words,  # [N, W]
-    scales,  # [groups, N / ROW_GROUP]; of "fp4" [N, groups] uint8
-    zeros,  # [groups, N] uint8, or offsets [groups, N]
+    scales,  # [groups, N / ROW_GROUP], or [groups / P, N, P]; of "fp4" [N, groups] uint8
+    zeros,  # [groups, N] uint8, or offsets of the shape of `scales`
     global_scale,  # [N] float32
     super_scales,  # [ceil(K / 256), N], if `scales` are integers
     super_offsets,
@@ -31,6 +31,7 @@ def _widen_kernel(
     row_stride,  # of `scales`
     group_stride,
     zero_stride,
+    super_stride,
     ROWS: tl.constexpr,
     SPANS: tl.constexpr,  # of a program
     WIDTH: tl.constexpr,
@@ -38,6 +39,7 @@ def _widen_kernel(
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
     ROW_GROUP: tl.constexpr,
+    P: tl.constexpr,  # neighbouring groups of a row
     E8M0: tl.constexpr,
     ZEROS: tl.constexpr,  # 0 = none, 1 = zeros, 2 = offsets
     GLOBAL: tl.constexpr,
@@ -59,7 +61,8 @@ def _widen_kernel(
         column = word // WIDTH * (WIDTH * SLICES) + i * WIDTH + word % WIDTH
         inside = is_row[:, None] & (column < num_columns)[None, :]
         group = column // GROUP
-        at = (n // ROW_GROUP)[:, None] * row_stride + group[None, :] * group_stride
+        at = (n // ROW_GROUP)[:, None] * row_stride + (group // P)[None, :] * group_stride
+        at += (group % P)[None, :]
         s = tl.load(scales + at, mask=inside, other=0)
         if KIND == 3:
             if E8M0:  # 0 is 2 ** -127
@@ -68,17 +71,17 @@ def _widen_kernel(
                 s = s.to(tl.float8e4nv, bitcast=True).to(tl.float32)
         s = s.to(tl.float32)
         if SUPER:
-            of_super = column[None, :] // 256 * group_stride + n[:, None] * row_stride
+            of_super = column[None, :] // 256 * super_stride + n[:, None]
             s *= tl.load(super_scales + of_super, mask=inside, other=0).to(tl.float32)
         if GLOBAL:
             s *= tl.load(global_scale + n, mask=is_row, other=0.0)[:, None]
         number = plain_numbers(packed, i, KIND)
         zero = number
         if ZEROS:
-            at = group[None, :] * zero_stride + n[:, None]
+            at = (group // P)[None, :] * zero_stride + n[:, None] * P + (group % P)[None, :]
             zero = tl.load(zeros + at, mask=inside, other=0).to(tl.float32)
             if SUPER and ZEROS == 2:
-                of_super = column[None, :] // 256 * group_stride + n[:, None] * row_stride
+                of_super = column[None, :] // 256 * super_stride + n[:, None]
                 zero *= tl.load(super_offsets + of_super, mask=inside, other=0).to(tl.float32)
         if ZEROS == 1:
             number -= zero
@@ -120,6 +123,7 @@ def widen(weight: TiledWeight, dtype: torch.dtype, ids: Tensor | None = None) ->
         num_words,
         *strides,
         0 if zeros is None else zeros.stride(0),
+        0 if weight.super_scales is None else weight.super_scales.stride(0),
         ROWS=8,
         SPANS=spans,
         WIDTH=width,
@@ -127,6 +131,7 @@ def widen(weight: TiledWeight, dtype: torch.dtype, ids: Tensor | None = None) ->
         KIND=KINDS[weight.kind],
         GROUP=1 << 30 if weight.group >= columns else weight.group,
         ROW_GROUP=weight.row_group,
+        P=scales.shape[2] if scales.dim() == 3 else 1,
         E8M0=scales.dtype == torch.uint8,
         ZEROS=mode,
         GLOBAL=factors is not None,
