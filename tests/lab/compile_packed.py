@@ -1,8 +1,9 @@
 """Compiles the linear kernels for quantised weights for sm_90a without a GPU, as `compile_sm90`.
 
-Without arguments it compiles each kernel and a few formats. With `all` it compiles every candidate
-of `measure_packed` and prints its registers, spills and shared memory, with `experts` those of
-experts. With `chosen` it compiles what is chosen for GGUF's types, and fails if a kernel spills.
+Without arguments it compiles each kernel and a few formats, with `more` further pairs of formats
+and modes. With `all` it compiles every candidate of `measure_packed` and prints its registers,
+spills and shared memory, with `experts` those of experts. With `chosen` it compiles what is chosen
+for GGUF's types, and fails if a kernel spills.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -106,29 +108,34 @@ def check_instructions() -> None:
             assert "ld.global" in before
 
 
-def few() -> None:
-    """Compile each kernel, mode and way of scaling once."""
+def few(more: bool) -> None:
+    """Compile each kernel, mode and way of scaling once; with `more`, further pairs of these."""
     gate_up, qkv = Shape("gate_up", 512, 1024), Shape("qkv", 512, 1024)
     one("fp8b", gate_up, Gemv(4, 1024, 4), 1)
     one("int8", qkv, Skinny(64, 128, 4, 4, 2, 16), 9)
     one("int4z", gate_up, Skinny(64, 256, 3, 4, 1, 16), 9)
     one("nvfp4", qkv, Skinny(64, 256, 4, 4, 2, 16), 9)
-    one("int4z", gate_up, Row(16, 3, 4, 1), 1)
     one("fp8b", qkv, Row(16, 5, 4, 2), 1)
     one("int4", gate_up, Row(16, 3, 4, 1, 4, 0), 16)
-    one("int4", gate_up, Direct(1, 4, 2), 1)
-    one("int4z", qkv, Direct(2, 4, 1, split_k=2), 1)
+    one("int4z", gate_up, Direct(1, 4, 2), 1)
     one("fp8", qkv, Direct(1, 4, 2), 1)
     one("fp8b", gate_up, Direct(2, 8, 1), 1)
     chosen(("q5k", gate_up, 1), ("q5k", gate_up, 64), ("q5_0", qkv, 9), ("q6k", qkv, 1))
     chosen(("q6k", gate_up, 9), ("q4k", gate_up, 1), ("q4k", gate_up, 64), ("q8_0", qkv, 1))
-    for name, rows in (("fp8b", 8), ("int4z", 1), ("q4k", 8), ("q5k", 8), ("nvfp4", 64)):
-        experts(name, QWEN, rows)
+    if more:
+        one("int4z", gate_up, Row(16, 3, 4, 1), 1)
+        one("int4", gate_up, Direct(1, 4, 2), 1)
+        one("int4z", qkv, Direct(2, 4, 1, split_k=2), 1)
+        experts("fp8b", QWEN, 8)
+        experts("q4k", QWEN, 8)
+    experts("int4z", QWEN, 1)
+    experts("q5k", QWEN, 8)
+    experts("nvfp4", QWEN, 64)
     for rows in (1, 17, 300):  # each form, and both ways of sorting rows
         narrow_experts(GPT_OSS, rows, whole=rows == 1)
     coded(512, 1024)
-    for name in ("int4", "int4z", "fp8", "bf16"):
-        row_layer(name, 512, 1024, 3584)
+    for at, name in enumerate(("int4", "int4z", "fp8", "bf16")):
+        row_layer(name, 512, 1024, 3584, (False, True) if more else (at % 2 > 0,))
     one("fp8", qkv, Skinny(64, 128, 4, 4, 2, 16), 9)
     one("int4", qkv, Skinny(64, 256, 3, 4, 2, 128), 99)
     one("int4", gate_up, Skinny(128, 256, 2, 8, 1, 128), 99)
@@ -136,7 +143,8 @@ def few() -> None:
     subtractions = kernels[-1].asm["ptx"].count("sub.bf16x2")  # of 32 words of 4 codes a thread
     assert subtractions >= 2 * 2 * 32, "rounded numbers keep the constant of their codes"
     for kernel in kernels[-3:-1]:
-        products, waits = (assembly(kernel).count(of) for of in ("HGMMA", "WARPGROUP.DEPBAR"))
+        code = assembly(kernel)
+        products, waits = (code.count(of) for of in ("HGMMA", "WARPGROUP.DEPBAR"))
         assert waits <= products // 4, "it waits for each instruction of the tensor cores"
     choice = Row(16, 5, 4, 2)
     packed_linear(meta(1, 1024), tile_on_meta("int4", qkv), None, choice, None, meta(1, 512))
@@ -208,8 +216,8 @@ def coded(outputs: int, inputs: int) -> None:
             packed_linear_parts(act, tile_on_meta(name, down), None, parts, None, base.BF16)
 
 
-def row_layer(name: str, outputs: int, hidden: int, inner: int) -> None:
-    """Compile the launch between two attentions of one row, and that after the last one."""
+def row_layer(name: str, outputs: int, hidden: int, inner: int, lasts: Iterable[bool]) -> None:
+    """Compile the launch between two attentions of one row, or after the last one (`lasts`)."""
     shapes = ((hidden, hidden), (2 * inner, hidden), (hidden, inner), (outputs, hidden))
     weights = [
         meta(*shape) if name == "bf16" else tile_on_meta(name, Shape("other", *shape))
@@ -218,7 +226,8 @@ def row_layer(name: str, outputs: int, hidden: int, inner: int) -> None:
     norm = meta(hidden), 1e-5
     layer = RowLayer(*weights, norm, norm)
     assert fits_row_layer(layer, base.BF16, torch.device("meta"))
-    for own in (layer, replace(layer, qkv=None, next_norm=None)):
+    for is_last in lasts:
+        own = replace(layer, qkv=None, next_norm=None) if is_last else layer
         counter = meta(1, dtype=base.I32)
         stream, following = multiply_row(meta(1, hidden), meta(1, hidden), own, counter)
         assert stream.shape == (1, hidden) and (following is None) == (own.qkv is None)
@@ -304,6 +313,6 @@ if __name__ == "__main__":
         elif sys.argv[1:] == ["experts"]:
             all_experts()
         else:
-            few()
+            few(sys.argv[1:] == ["more"])
             for name, count in base.done.items():
                 print(name, count)

@@ -3,7 +3,8 @@
 `test_compile_ahead.py` runs it in a process of its own, since Triton decides at import whether it
 compiles or interprets. Launches become compilations; tensors have no memory. `compile_sm90.py`
 compiles the first form of each kernel. It takes the further forms of attention, whose shared memory
-differs, as far as its allocation. `compile_sm90.py all` compiles every form of every kernel.
+differs, as far as its allocation. `compile_sm90.py all` compiles every form of every kernel, and of
+sparse attention every combination of heads and tokens.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -306,6 +308,13 @@ def recurrent() -> None:
         kernel.gated_delta(x, weights, shape, states, step, gate)
 
 
+def combined(heads: Sequence[int], others: Sequence[Any]) -> Iterable[tuple[int, Any]]:
+    """Each of these with each, or in the short form with its neighbour: shared memory depends on
+    the heads of a program, and whether rows are split on the tokens, but on nothing of both."""
+    every = itertools.product(heads, others)
+    return every if sm90.every_form else zip(heads, others, strict=False)
+
+
 def listed() -> None:
     """DeepSeek V3.2's shape: rows of 512 + 64 values and keys of 128, wide and as e4m3."""
     room, packed = "slipstream.kernels.attention", torch.float8_e4m3fn
@@ -329,7 +338,7 @@ def listed() -> None:
             for size, one in zip(sizes, own, strict=True)
         )
         store(t(9, 1, 128), None, keys.cache, longs, keys.fp8)
-        for heads, found in itertools.product((16, 128), founds):
+        for heads, found in combined((16, 128), founds[::-1]):
             args = (rows, found, None, None, None, 0.1, 512)
             attend.sparse_attention(t(found.counts.shape[0], heads, 576), *args)
         of = t(9, 64, dtype=torch.float32)
@@ -379,7 +388,7 @@ def compressed() -> None:
             score = importlib.import_module(f"{room}.triton.select_entries").score_entries
             score(t(9, 64, 128), t(9, 64, dtype=f32), entries, tokens, 2048)
     raw = pages.Pages(t(7, 64, 1, 512), tables, longs, 64)
-    for heads, count in itertools.product((8, 64, 128), (1, 9)):
+    for heads, count in combined((8, 64, 128), (1, 9)):
         counts = t(count, dtype=I32)
         window, chosen = (pages.SlotList(t(count, n, dtype=I32), counts) for n in (128, 512))
         for found in (None, chosen):

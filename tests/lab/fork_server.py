@@ -9,6 +9,7 @@ errors of the script.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import runpy
@@ -61,5 +62,6 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     triton_key()
+    gc.freeze()  # captures of graphs collect garbage, among which none of the imports is
     for line in sys.stdin:
         print(json.dumps(answer(json.loads(line))), flush=True)
