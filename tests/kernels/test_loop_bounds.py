@@ -9,6 +9,7 @@ functions as Python cannot notice it.
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeAlias
@@ -23,8 +24,20 @@ Function: TypeAlias = ast.FunctionDef
 
 def names(nodes: Iterable[ast.AST], kind: type = ast.Name) -> set[str]:
     """The variables in some code, or those that it assigns if `kind` is `ast.Store`."""
-    found = (each for node in nodes for each in ast.walk(node) if isinstance(each, ast.Name))
-    return {each.id for each in found if kind is ast.Name or isinstance(each.ctx, kind)}
+    return set[str]().union(*(names_in(node, kind) for node in nodes))
+
+
+@functools.cache
+def names_in(node: ast.AST, kind: type) -> frozenset[str]:
+    found = (each for each in ast.walk(node) if isinstance(each, ast.Name))
+    return frozenset(each.id for each in found if kind is ast.Name or isinstance(each.ctx, kind))
+
+
+@functools.cache
+def calls_in(statement: ast.stmt) -> list[tuple[str, ast.Call]]:
+    """The calls in a statement, with what each of them calls."""
+    found = (each for each in ast.walk(statement) if isinstance(each, ast.Call))
+    return [(ast.unparse(call.func), call) for call in found]
 
 
 def is_loop(node: ast.AST) -> bool:
@@ -56,9 +69,8 @@ class Flow:
         elif isinstance(statement, ast.If):
             self._branches([statement.body, statement.orelse], self._of(statement.test))
         else:
-            for node in ast.walk(statement):
-                if isinstance(node, ast.Call):
-                    self._call(node)
+            for name, call in calls_in(statement):
+                self._call(name, call)
             added = isinstance(statement, ast.AugAssign)
             for name in names([statement], ast.Store):
                 before = self.sources.get(name, set()) if added else set()
@@ -85,8 +97,8 @@ class Flow:
                 after[name] = after.get(name, set()) | sources
         self.sources = after
 
-    def _call(self, call: ast.Call) -> None:
-        matter = self.bounds.get(ast.unparse(call.func), set())
+    def _call(self, name: str, call: ast.Call) -> None:
+        matter = self.bounds.get(name, set())
         given: list[tuple[str | int | None, ast.expr]] = [*enumerate(call.args)]
         for place, value in [*given, *((each.arg, each.value) for each in call.keywords)]:
             if place in matter:

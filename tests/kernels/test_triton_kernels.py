@@ -134,8 +134,13 @@ def test_rotary_store_kv(dtype: torch.dtype) -> None:
     close(cache, expected_cache)
 
 
-@pytest.mark.parametrize("heads", [2, 4, 16])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "heads"),
+    some(
+        [(dtype, heads) for dtype in DTYPES for heads in (2, 4, 16)],
+        kept=[*zip(DTYPES, (2, 4, 16), strict=True)],
+    ),
+)
 def test_rotary_store_kv_of_halves(dtype: torch.dtype, heads: int) -> None:
     """Queries, keys and values fill their blocks of heads in part, and tokens have gaps."""
     from slipstream.kernels.linear.triton import norm_rope as kernels

@@ -15,6 +15,7 @@ from torch import Tensor
 from slipstream.kernels.attention.paged_attention import paged_attention_reference
 from slipstream.kernels.attention.paged_rows import AttentionRule, PagedRows
 
+from ...cases import some
 from ..attention_inputs import paged_inputs
 from ..gluon_threads import ThreadedKernel
 from .test_triton_attention import case
@@ -58,9 +59,15 @@ def run(kernel: str, query: Tensor, cache: Tensor, rows: PagedRows, rule: Attent
     return out
 
 
-@pytest.mark.parametrize("page", [8, 32])
+KERNELS = ("hopper", "prefill", "general", "fixed, alone", "fixed, merged", "reference")
+
+
 @pytest.mark.parametrize(
-    "kernel", ["hopper", "prefill", "general", "fixed, alone", "fixed, merged", "reference"]
+    ("kernel", "page"),
+    some(
+        [(kernel, page) for kernel in KERNELS for page in (8, 32)],
+        kept=[*((kernel, 8) for kernel in KERNELS), ("hopper", 32)],  # a tile has many pages, or 2
+    ),
 )
 def test_pages_before_the_window_are_not_read(
     kernel: str, page: int, monkeypatch: pytest.MonkeyPatch

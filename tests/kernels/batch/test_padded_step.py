@@ -16,6 +16,7 @@ from slipstream.kernels.batch.step_sizes import StepSizes
 from slipstream.kernels.linear import head_sample
 from slipstream.kernels.sampling.finish_samples import finish_samples, finish_samples_reference
 
+from ...cases import some
 from ..step_buffers import POISON, poisoned_buffers, sampled_tokens
 
 SLOTS, MAX_LEN, DRAFTS, MAX_REQS, VOCAB = 7, 40, 3, 6, 50
@@ -179,8 +180,18 @@ def test_padded_rows_emit_nothing_and_are_never_bad(triton: bool) -> None:
         assert emitted.tolist() == [[0, 1], [2, 3], [-1, -1], [-1, -1]]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("vocab", "tiles"), [(50, 1), (9000, 1), (50, 2), (9000, 2)])
+@pytest.mark.parametrize(
+    ("vocab", "tiles", "dtype"),
+    some(
+        [
+            (vocab, tiles, dtype)
+            for vocab in (50, 9000)
+            for tiles in (1, 2)
+            for dtype in (torch.float32, torch.bfloat16)
+        ],
+        kept=[(50, 1, torch.bfloat16), (50, 2, torch.float32), (9000, 2, torch.bfloat16)],
+    ),
+)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, about inf and nan
 def test_pick_rows(
     vocab: int, tiles: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

@@ -188,8 +188,16 @@ GROUPED = [  # experts, groups, kept groups, experts of a token
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("ties", [False, True])
-@pytest.mark.parametrize(("size", "score"), [*zip(GROUPED, ["top2", "max"] * 3, strict=True)])
+SCORED = [*zip(GROUPED, ["top2", "max"] * 3, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("size", "score", "ties"),
+    some(
+        [(*case, ties) for case in SCORED for ties in (False, True)],
+        kept=[(*case, at % 4 > 1) for at, case in enumerate(SCORED)],
+    ),
+)
 def test_experts_of_the_best_groups_are_chosen(
     size: tuple[int, int, int, int], score: str, ties: bool
 ) -> None:

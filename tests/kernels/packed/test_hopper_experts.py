@@ -21,6 +21,7 @@ from slipstream.runner.models.formats import expert_stack
 from slipstream.runner.models.formats.expert_stack import ExpertStack, choose_form
 from slipstream.runner.models.formats.weight_format import WeightFormat
 
+from ...cases import some
 from ..gluon_threads import ThreadedKernel
 from ..quant.random_weights import random_weight
 
@@ -52,19 +53,17 @@ def numbers_in_order(weight: TiledWeight, block: int, step: int) -> Tensor:
     tile_of[:, : part.shape[1]] = part.int() & 0xFFFF
     factors = weight.factors[block, step].view(torch.uint8).view(128, 4).long()
     made = torch.full((64, 256), float("nan"), dtype=torch.float64)
-    for thread in range(128):
-        warp, lane = divmod(thread, 32)
-        for half in (0, 1):
-            row = 16 * warp + lane // 4 + 8 * half
-            words = tile_of[row, lane % 4 * 16 :][:16]
-            for index in range(4):
-                code = (words >> FP4_FIELDS[index] & 7) << 6
-                code |= (words >> FP4_SIGNS[index] & 1) << 15
-                factor = exponents(factors[thread, 2 * half + index // 2] << 7)
-                values = exponents(code) * factor
-                for word in range(16):  # 4 to an instruction, in pairs 8 apart
-                    v, h, b = word // 4, word // 2 % 2, word % 2
-                    made[row, 64 * index + 16 * v + 8 * h + 2 * (lane % 4) + b] = values[word]
+    thread, word = torch.arange(128)[:, None], torch.arange(16)
+    warp, lane = thread // 32, thread % 32
+    v, h, b = word // 4, word // 2 % 2, word % 2  # 4 to an instruction, in pairs 8 apart
+    for half in (0, 1):
+        row = 16 * warp + lane // 4 + 8 * half
+        words = tile_of[row, lane % 4 * 16 + word]
+        for index in range(4):
+            code = (words >> FP4_FIELDS[index] & 7) << 6
+            code |= (words >> FP4_SIGNS[index] & 1) << 15
+            factor = exponents(factors[:, 2 * half + index // 2, None] << 7)
+            made[row, 64 * index + 16 * v + 8 * h + 2 * (lane % 4) + b] = exponents(code) * factor
     return made
 
 
@@ -115,7 +114,10 @@ CASES = [  # rows, experts, hidden, inner size, form, whether some are absent
 ]
 
 
-@pytest.mark.parametrize(("rows", "count", "hidden", "inner", "form", "absent"), CASES)
+@pytest.mark.parametrize(
+    ("rows", "count", "hidden", "inner", "form", "absent"),
+    some(CASES, kept=[case for case in CASES if case[0] != 24]),
+)
 def test_the_roles_of_warps_compute_the_experts(
     rows: int,
     count: int,
@@ -178,8 +180,10 @@ def test_rows_are_sorted_by_expert(
     assert not rows[:, rest].any()
 
 
-@pytest.mark.parametrize("rows", [1, 6])
-@pytest.mark.parametrize("tma", [True, False])
+@pytest.mark.parametrize(
+    ("rows", "tma"),
+    some([(rows, tma) for rows in (1, 6) for tma in (True, False)], [(1, False), (6, True)]),
+)
 def test_narrow_spans_give_the_same_experts(rows: int, tma: bool) -> None:
     from slipstream.kernels.packed.triton.packed_experts import expert_parts
 

@@ -89,10 +89,12 @@ def test_outputs_are_normed_and_gated(log: int, dtype: torch.dtype) -> None:
         )
 
 
-@pytest.mark.parametrize("log", [0, 3])
-@pytest.mark.parametrize("order", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("order", "log"),
+    some([(order, log) for order in (0, 1, 2) for log in (0, 3)], kept=[(0, 3), (1, 0), (2, 3)]),
+)
 def test_plans_of_a_step_compute_the_same(
-    log: int, order: int, monkeypatch: pytest.MonkeyPatch
+    order: int, log: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Orders of programs, narrower tiles, tokens at once, states that are marked as read once, and
     weights of the convolution that are stored tap by tap."""
@@ -100,7 +102,7 @@ def test_plans_of_a_step_compute_the_same(
     from slipstream.kernels.recurrent.triton.gated_delta import gated_delta, prepare_rows
 
     shape = DeltaShape(1, 2, 12, 24, 4)
-    text = torch.randn(2, 9, shape.channels, generator=torch.Generator().manual_seed(log))
+    text = torch.randn(2, 6, shape.channels, generator=torch.Generator().manual_seed(log))
     monkeypatch.setattr(
         delta_step,
         "plan_step",

@@ -20,7 +20,7 @@ from slipstream.kernels.sampling.sample import (
     uniform,
 )
 
-N, V = 2000, 512
+N, V = 1000, 512
 COUNTER = torch.arange(N)
 CONSTANT = torch.full((N,), 7)
 # (seeds, positions): one counter varies, the other is constant
