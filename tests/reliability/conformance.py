@@ -8,6 +8,7 @@ lists the allowed methods.
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 import tempfile
@@ -27,23 +28,35 @@ FLAGS = (
 
 
 def run(
-    server: RunningServer, examples: int, seconds: int, seed: int = 1, phases: str = "fuzzing"
+    server: RunningServer,
+    examples: int,
+    seconds: int | None = None,
+    seed: int = 1,
+    phases: str = "fuzzing",
 ) -> list[str]:
     """Run schemathesis against a server; returns the faults, one string each.
 
+    It sends `examples` requests to each operation, and with `seconds` more until these are over.
     It runs as a command, because its warnings and plugins would disturb the process of the tests.
     """
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"]
     command += ["--checks", ",".join(CHECKS), "--phases", phases, "--seed", str(seed)]
-    command += ["--max-examples", str(examples), "--max-time", str(seconds), "--no-color"]
+    command += ["--max-examples", str(examples), "--no-color"]
+    if seconds is not None:
+        command += ["--max-time", str(seconds)]
     command += ["--continue-on-failure", "--request-timeout", "60", "--suppress-health-check=all"]
     worker = server.worker
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     print(done.stdout[-1500:])
     faults = [done.stdout + done.stderr] if done.returncode else []
-    if "generated" not in done.stdout:
-        faults.append("schemathesis sent no requests")
+    counts = [
+        re.search(pattern, done.stdout)
+        for pattern in (r"Selected: (\d+)/\1\b", r"Tested: (\d+)", r"(\d+) generated, \d+ passed")
+    ]
+    selected, tested, sent = (0 if found is None else int(found[1]) for found in counts)
+    if not 0 < selected == tested <= sent:
+        faults.append(f"schemathesis sent {sent} requests to {tested} of {selected} operations")
     if left := at_rest(server, 5):
         faults.append(f"still in use after all requests: {left}")
     if server.worker != worker:
