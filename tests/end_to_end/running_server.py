@@ -70,7 +70,7 @@ class RunningServer(Serving):
                     return self
             except httpx.TransportError:
                 pass
-            time.sleep(0.1)
+            time.sleep(0.05)
         raise AssertionError("the server was not ready in time:\n" + "".join(self.log))
 
     def descendants(self) -> list[psutil.Process]:

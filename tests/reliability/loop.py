@@ -39,6 +39,7 @@ from traffic import MODEL, RunningServer  # noqa: E402
 MAX_LAG, MAX_GAP = 0.1, 0.25  # seconds
 PATIENCE = 15.0  # seconds to wait for an answer, which may be a long text
 POLL_SECONDS = 0.005
+SETTLE_SECONDS = 0.3  # after an answer, since a delay may come shortly after it
 TRIES = 3
 CONTROL_SECONDS = 10.0
 FLAGS = ("--max-num-seqs", "8")
@@ -163,7 +164,6 @@ class Watch:
     def __enter__(self) -> Watch:
         for thread in self._threads:
             thread.start()
-        time.sleep(1.0)
         self.lag.take(), self.gap.take()
         return self
 
@@ -227,7 +227,7 @@ def measure(server: RunningServer, watch: Watch, name: str, patience: float) -> 
     began = time.monotonic()
     status = answer(server, path, data, patience)
     seconds = time.monotonic() - began
-    time.sleep(0.3)  # includes delays shortly after the answer
+    time.sleep(SETTLE_SECONDS)
     return Result(name, len(data), status, seconds, watch.lag.take(), watch.gap.take())
 
 

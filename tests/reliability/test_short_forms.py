@@ -18,14 +18,17 @@ SHORT_LOOP = [
 
 
 def test_answers_conform_to_the_api_document(hardened: RunningServer) -> None:
-    faults = conformance.run(hardened, examples=2, seconds=12)
+    faults = conformance.run(hardened, examples=3)
     assert not faults, "\n".join(faults)
 
 
-def test_large_bodies_delay_neither_the_event_loop_nor_streams(hardened: RunningServer) -> None:
+def test_large_bodies_delay_neither_the_event_loop_nor_streams(
+    hardened: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The long check allows 100 ms for the event loop and 250 ms for a stream.
 
     Here it is 3 and 4 times that, because other tests may run on the machine at the same time."""
+    monkeypatch.setattr(loop, "SETTLE_SECONDS", 0.1)
     faults = loop.run(hardened, SHORT_LOOP, 3 * loop.MAX_LAG, 4 * loop.MAX_GAP)
     assert not faults, "\n".join(faults)
 
@@ -35,7 +38,7 @@ def test_hostile_grammars_delay_a_step_only_briefly(monkeypatch: pytest.MonkeyPa
 
     Here it is twice that. Before their sum had a limit, four grammars delayed a step by 0.3 s.
     """
-    monkeypatch.setattr(grammars, "SECONDS", 2.0)
+    monkeypatch.setattr(grammars, "SECONDS", 1.0)
     own = grammars.preset_vocabulary()
     faults = grammars.run([lambda: own], ["letters", "e e"], [1, 4], [4], 2 * grammars.MAX_HOLD)
     assert not faults, "\n".join(faults)
@@ -58,12 +61,12 @@ def test_after_the_worker_is_killed_every_open_request_fails_within_two_seconds(
     assert not faults, "\n".join(faults)
 
 
-def test_fuzzed_bodies_cause_no_server_error_and_no_leak(server: RunningServer) -> None:
-    faults = fuzz.run(server, bodies=60, seed=1)
+def test_fuzzed_bodies_cause_no_server_error_and_no_leak(hardened: RunningServer) -> None:
+    faults = fuzz.run(hardened, bodies=60, seed=1)
     assert not faults, "\n".join(faults)
 
 
 def test_mixed_load_with_aborts_does_not_leak(hardened: RunningServer) -> None:
     """The client drops about half of these requests: some at once, some in the middle."""
-    faults = soak.run(hardened, 0, seed=0, parallel=4, pauses=2, requests=40, patience=0.1)
+    faults = soak.run(hardened, 0, seed=0, parallel=4, pauses=2, requests=24, patience=0.1)
     assert not faults, "\n".join(faults)
