@@ -102,7 +102,7 @@ def make_traffic(server: RunningServer, client: OpenAI, rounds: int = ROUNDS) ->
             model=MODEL, messages=[{"role": "user", "content": f"Say {number}."}], max_tokens=8
         )
         httpx.post(f"{server.url}/v1/completions", json={"model": "absent", "prompt": "x"})
-        time.sleep(1)
+        time.sleep(0.3)
 
 
 @pytest.fixture(scope="module")

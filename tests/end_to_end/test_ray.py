@@ -30,7 +30,7 @@ def cluster() -> Iterator[Any]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # Ray would report its use to its makers
     from ray.cluster_utils import Cluster
 
-    head = {**SMALL, "include_dashboard": False}
+    head = {**SMALL, "include_dashboard": False, "no_monitor": True}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     cluster.second = cluster.add_node(**SMALL)
     cluster.wait_for_nodes()
