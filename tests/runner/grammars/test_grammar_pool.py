@@ -136,7 +136,8 @@ def test_a_grammar_that_takes_all_memory_ends_alone(
 
 def test_an_ambiguous_grammar_is_ended_before_it_holds_up_others(pool: GrammarPool) -> None:
     other = pool.compile(OBJECT).result(LONG_SECONDS)
-    for token_ids in ([ord("a")] * 400, [VOCAB.index(WORDS[-1])] * 20):  # by and by, and at once
+    words = {len(word): VOCAB.index(word) for word in WORDS}
+    for token_ids in ([words[16]] * 40, [words[127]] * 20):  # by and by, and at once
         matcher = pool.compile(AMBIGUOUS).result(LONG_SECONDS)
         assert isinstance(matcher, RemoteMatcher)
         longest = 0.0
