@@ -36,6 +36,7 @@ from ...cases import some
 pytestmark = pytest.mark.usefixtures("frozen_again")
 
 HANG = 60_003  # as in fake_engine
+SETTLED_HEAP = launch._settled_heap
 
 
 def tiny_app(config: Config, client: EngineClient) -> tuple[Any, SetVocabulary]:
@@ -66,6 +67,8 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("SLIPSTREAM_TEST_ENGINE", "fake_engine:build")
     monkeypatch.setattr(launch, "_create_app", tiny_app)
     monkeypatch.setattr(launch, "_check_model", lambda config: None)
+    # It would make the tests' own process collect torch's modules for as long as a start takes.
+    monkeypatch.setattr(launch, "_settled_heap", contextlib.nullcontext)
     before = set(psutil.Process().children(recursive=True))
     yield
     assert not set(psutil.Process().children(recursive=True)) - before, "a process is left"
@@ -121,7 +124,10 @@ async def test_serves_says_where_and_ends_with_0(capsys: pytest.CaptureFixture[s
     assert f"Its live page is {run.url}/live\n" in said
 
 
-async def test_no_collection_walks_what_the_start_made_while_requests_are_answered() -> None:
+async def test_no_collection_walks_what_the_start_made_while_requests_are_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launch, "_settled_heap", SETTLED_HEAP)
     gc.unfreeze()  # as in a process that starts
     before = gc.get_threshold(), gc.get_freeze_count()
     run = await Run(make_config()).ready()
