@@ -17,6 +17,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from zlib import crc32
 
@@ -206,6 +207,24 @@ def triton_interpreter() -> None:
     from . import interpreter
 
     interpreter.patch()
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Any]:
+    """Forks the workers of the tests that use `forked_workers`."""
+    from .forked_workers import Nursery
+
+    with Nursery() as found:
+        yield found
+
+
+@pytest.fixture
+def forked_workers(nursery: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let workers that this process starts be forks, which spares each of them its imports."""
+    from slipstream.runner import process
+
+    popen = SimpleNamespace(**{**vars(process.subprocess), "Popen": nursery.start})
+    monkeypatch.setattr(process, "subprocess", popen)
 
 
 @pytest.fixture(scope="session")

@@ -72,6 +72,7 @@ async def tokens_of_two(client: EngineClient) -> list[list[int]]:
     return await asyncio.gather(*(tokens(submit(client, i, 20)) for i in range(2)))
 
 
+@pytest.mark.usefixtures("forked_workers")
 async def test_a_rank_that_dies_ends_the_requests_with_one_sentence(
     client: EngineClient, model: Path
 ) -> None:

@@ -86,6 +86,7 @@ def pids(engines: Engines) -> list[int]:
     return [pid for pid in found if pid is not None]
 
 
+@pytest.mark.usefixtures("forked_workers")
 async def test_texts_a_termination_and_a_death(model: Path, expected: list[list[int]]) -> None:
     engines = await started(configured(model))
     try:

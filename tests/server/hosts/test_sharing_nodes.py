@@ -70,6 +70,7 @@ def folders() -> set[str]:
     return {path.name for path in Path(tempfile.gettempdir()).glob("slipstream-engines-*")}
 
 
+@pytest.mark.usefixtures("forked_workers")
 async def test_engines_on_two_nodes_write_the_texts_of_one_and_end_together(
     model: Path, expected: list[list[int]]
 ) -> None:
