@@ -7,12 +7,13 @@ import json
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import pytest_asyncio
 
 from slipstream.configs.schema import Config, ModelConfig, ServerConfig
 from slipstream.runner.messages import (
@@ -32,13 +33,17 @@ from slipstream.server.engine.engine_client import (
 from slipstream.server.engine.worker_watch import Watchdog
 from slipstream.server.request_stream import ShutDown
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 KILL, RAISE, HANG, EXIT = 60_001, 60_002, 60_003, 60_004  # as in fake_engine
 QUICK = Backoff(first=0.05, longest=0.2)
 
 
-@pytest.fixture(autouse=True)
-def fake_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+@pytest.fixture(autouse=True, scope="module")
+def fake_on_path() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+        yield
 
 
 def make_client(backoff: Backoff = QUICK, **tricks: Any) -> EngineClient:
@@ -46,12 +51,21 @@ def make_client(backoff: Backoff = QUICK, **tricks: Any) -> EngineClient:
     return EngineClient(config, engine="fake_engine:build", backoff=backoff)
 
 
-@pytest.fixture
-async def client() -> AsyncIterator[EngineClient]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared() -> AsyncIterator[EngineClient]:
     client = make_client()
     await client.start()
     yield client
     await client.shutdown()
+
+
+@pytest.fixture
+def client(shared: EngineClient) -> Iterator[EngineClient]:
+    """One client for all tests that leave it as they found it: ready, without a request."""
+    stats = shared.stats
+    yield shared
+    shared.stats = stats
+    assert shared.state == "ready" and shared.num_open == 0
 
 
 def request(name: str, max_tokens: int = 5, first_token: int = 1) -> AddRequest:
@@ -161,7 +175,7 @@ async def test_death_ends_every_stream_soon_and_the_worker_comes_back(
     streams = [client.submit(request(f"r{n}", max_tokens=10**6)) for n in range(3)]
     for stream in streams:
         await anext(stream)
-    first_pid = client.worker_pid
+    first_pid, restarts = client.worker_pid, client.health.report.restarts
     began = time.monotonic()
     streams.append(client.submit(request("bad", first_token=trick)))
     results = await asyncio.gather(*map(tokens, streams), return_exceptions=True)
@@ -174,7 +188,7 @@ async def test_death_ends_every_stream_soon_and_the_worker_comes_back(
         client.submit(request("early"))
     await until(lambda: client.state == "ready")
     assert client.worker_pid != first_pid
-    assert client.health.report.restarts == 1
+    assert client.health.report.restarts == restarts + 1
     assert len(await tokens(client.submit(request("again")))) == 5
 
 
@@ -197,10 +211,6 @@ async def test_failing_restart_is_tried_again_until_it_works(tmp_path: Path) -> 
     await until(lambda: client.state == "ready")
     assert client.health.report.restarts == 1
     await client.shutdown()
-
-
-def test_backoff_doubles_up_to_half_a_minute() -> None:
-    assert [Backoff().delay(n) for n in (1, 2, 3, 4, 5, 6, 100)] == [1, 2, 4, 8, 16, 30, 30]
 
 
 async def test_drain_lets_open_requests_finish_and_refuses_new_ones() -> None:
@@ -240,7 +250,9 @@ async def test_shutdown_is_clean_when_the_worker_listens(
     assert goodbye.read_text() == "bye"  # the engine could free what it holds
 
 
-async def test_worker_that_does_not_listen_is_ended(client: EngineClient) -> None:
+async def test_worker_that_does_not_listen_is_ended() -> None:
+    client = make_client()
+    await client.start()
     client.submit(request("stuck", first_token=HANG))
     await asyncio.sleep(0.2)
     pid, began = client.worker_pid, time.monotonic()
@@ -353,7 +365,9 @@ async def test_what_one_turn_posts_leaves_as_one_message(
     assert sent == [3, 1]
 
 
-async def test_worker_that_dies_in_a_drain_is_not_started_again(client: EngineClient) -> None:
+async def test_worker_that_dies_in_a_drain_is_not_started_again() -> None:
+    client = make_client()
+    await client.start()
     stream = client.submit(request("r", first_token=HANG))
     draining = asyncio.create_task(client.drain(10))
     await asyncio.sleep(0.05)
@@ -365,3 +379,4 @@ async def test_worker_that_dies_in_a_drain_is_not_started_again(client: EngineCl
     await asyncio.sleep(0.5)  # longer than the back-off
     assert client.state == "draining" and client.health.report.as_dict()["status"] == "draining"
     assert client._worker is None
+    await client.shutdown()

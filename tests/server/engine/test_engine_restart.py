@@ -20,7 +20,7 @@ import pytest
 from slipstream.configs.schema import Config
 from slipstream.runner.channel import ServerChannel
 from slipstream.runner.messages import FromWorker
-from slipstream.server.engine.engine_client import EngineClient, EngineDead, WorkerFailed
+from slipstream.server.engine.engine_client import Backoff, EngineClient, EngineDead, WorkerFailed
 
 from .test_engine_client import QUICK, is_gone, request, tokens, until
 
@@ -74,6 +74,10 @@ def a_bug(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         raise RuntimeError("nobody thought of this")
 
     monkeypatch.setattr(ServerChannel, "_bind", fail)
+
+
+def test_backoff_doubles_up_to_half_a_minute() -> None:
+    assert [Backoff().delay(n) for n in (1, 2, 3, 4, 5, 6, 100)] == [1, 2, 4, 8, 16, 30, 30]
 
 
 @pytest.mark.parametrize(

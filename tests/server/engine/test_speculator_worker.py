@@ -32,7 +32,9 @@ OLD = {"method": "eagle3", "model": "old", "on_trial": None, "fallback": None}
 
 @pytest.fixture
 async def client(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[EngineClient]:
-    """Runs the fake engine, whose drafter is called "old" at first."""
+    """Runs the fake engine, whose drafter is called "old" at first; the probes are short."""
+    monkeypatch.setattr("slipstream.server.api.speculator._PER_DOMAIN", 1)
+    monkeypatch.setattr("slipstream.server.api.speculator._PROBE_TOKENS", 8)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     config = Config(
         model=ModelConfig(hf_overrides=json.dumps({"step_seconds": 0.001})),
