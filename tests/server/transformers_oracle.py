@@ -1,17 +1,7 @@
-"""What transformers makes of texts and chats; runs as a child, for it imports torch.
-
-Reads one JSON object from standard input and writes one to standard output: `tokenize` maps a
-source to texts, `single_digits` lists the sources whose tokenizer.json takes digits one by one,
-which the reader of GGUF files passes over, `render` is a list of (template, special tokens,
-keyword arguments), and `convert` maps sources to the folders that the server's own converter fills,
-which needs transformers, too.
-"""
+"""What transformers makes of texts and chats."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -61,20 +51,20 @@ def render(template: str, special_tokens: dict[str, str], arguments: dict[str, A
         return None
 
 
-def main() -> None:
-    request = json.load(sys.stdin)
-    with contextlib.redirect_stdout(sys.stderr):
-        for source, folder in request["convert"].items():
-            tokenizer_convert.main(source, folder)
-        answer = {
-            "tokenize": {
-                source: tokenize(source, texts, source in request["single_digits"])
-                for source, texts in request["tokenize"].items()
-            },
-            "render": [render(*case) for case in request["render"]],
-        }
-    json.dump(answer, sys.stdout)
+def answers(request: dict[str, Any]) -> dict[str, Any]:
+    """What transformers makes of a request.
 
-
-if __name__ == "__main__":
-    main()
+    `tokenize` maps a source to texts, `single_digits` lists the sources whose tokenizer.json takes
+    digits one by one, which the reader of GGUF files passes over, `render` is a list of (template,
+    special tokens, keyword arguments), and `convert` maps sources to the folders that the server's
+    own converter fills, which needs transformers, too.
+    """
+    for source, folder in request["convert"].items():
+        tokenizer_convert.main(source, folder)
+    return {
+        "tokenize": {
+            source: tokenize(source, texts, source in request["single_digits"])
+            for source, texts in request["tokenize"].items()
+        },
+        "render": [render(*case) for case in request["render"]],
+    }

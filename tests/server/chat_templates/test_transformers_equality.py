@@ -1,13 +1,11 @@
-"""Tokenizers and chat templates give what transformers gives; one child process is the oracle."""
+"""Tokenizers and chat templates give what transformers gives."""
 
 from __future__ import annotations
 
 import copy
 import json
-import os
 import shutil
-import subprocess
-import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -149,15 +147,10 @@ def oracle(
         "single_digits": [str(smollm2())],
         "render": [(sources[name], SPECIAL, CHATS[n]) for name, n in CASES],
     }
-    child = subprocess.run(
-        [sys.executable, str(HERE / "transformers_oracle.py")],
-        input=json.dumps(request),
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert child.returncode == 0, child.stderr
-    return dict(json.loads(child.stdout))
+    from ..transformers_oracle import answers
+
+    with warnings.catch_warnings(action="ignore"):
+        return answers(json.loads(json.dumps(request)))
 
 
 def write_gguf(path: Path, model: Path) -> Path:
@@ -234,7 +227,7 @@ def test_sentencepiece_equals_transformers_from_a_folder_and_from_gguf(
     conversions: dict[Path, Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The oracle's process has converted them, for importing transformers again takes seconds."""
+    """The oracle has converted them, for the server's child that does would import transformers."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
 
     def convert(source: Path, folder: Path) -> None:
