@@ -29,6 +29,9 @@ def groups() -> list[ThreadGroup]:
     return []
 
 
+DTYPES = ("float32", "auto")
+
+
 @pytest.fixture(
     params=[(1, "float32"), pytest.param((2, "float32"), marks=pytest.mark.slow), (2, "auto")],
     ids=str,
@@ -89,6 +92,12 @@ def test_two_ranks_draft_as_one_before_during_and_after_a_trial(
     assert swaps == [*trial, SwapDrafter, DropDrafter, *trial, DropDrafter]
 
 
+@pytest.mark.parametrize(
+    "division",
+    [(1, "float32"), *(pytest.param((2, dtype), marks=pytest.mark.slow) for dtype in DTYPES)],
+    indirect=True,
+    ids=str,
+)
 def test_a_head_that_one_rank_cannot_load_is_tried_on_none(
     heads: Path, running: TinyEngine, groups: list[ThreadGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
