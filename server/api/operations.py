@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from html import escape
-from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -112,7 +111,7 @@ def absent_routes() -> APIRouter:
     """Routes of OpenAI's API that this server does not offer: 404 with an explanation."""
     router = APIRouter()
 
-    async def absent(request: Request) -> Any:
+    async def absent(request: Request) -> Response:
         raise NotSupported(_ABSENT[request.scope["route"].path])
 
     for path in _ABSENT:
