@@ -58,7 +58,7 @@ def close(got: Tensor | None, exact: Tensor | None) -> None:
     assert error < 0.01, error  # of the rounding of each product's input
 
 
-@pytest.mark.parametrize("name", ["int4 128", "int4 128 zeros", "fp8 rows", "bf16"])
+@pytest.mark.parametrize("name", ["int4 128", "fp8 rows", "bf16"])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_chains_equal_the_plain_version(name: str, sizes: tuple[int, int, int, int]) -> None:
     """Eagerly and in a graph, whose replays have the same bits: no program overtakes another."""

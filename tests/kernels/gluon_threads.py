@@ -57,8 +57,9 @@ class Pointer:
 
 
 def load(
-    pointer: Pointer, mask: Tensor | None = None, other: float = 0, cache_modifier: str = ""
-) -> Tensor:
+    pointer: Pointer, mask: Tensor | None = None, other: float = 0, cache_modifier: str = "",
+    volatile: bool = False,
+) -> Tensor:  # fmt: skip
     at, inside = pointer.places(mask if mask is None else torch.as_tensor(mask))
     return torch.where(inside, pointer.memory[at], other)
 
@@ -87,8 +88,8 @@ class Shared:
     def permute(self, _order: object) -> Any:
         return SimpleNamespace(load=lambda _: self.load(None).T)
 
-    def slice(self, start: int, length: int, dim: int) -> Any:
-        return SimpleNamespace(load=lambda _: self.load(None).narrow(dim, start, length))
+    def slice(self, start: int, length: int, dim: int) -> Part:
+        return Part(self, dim, start, length)
 
     def load(self, _layout: object) -> Tensor:
         if self.shape[-1] <= self.panel:
@@ -107,6 +108,19 @@ class Shared:
     def store(self, value: Tensor) -> None:
         assert self.shape[-1] <= self.panel
         self.memory.copy_(value.reshape(-1))
+
+
+class Part:
+    """A part of a tile in shared memory, which can be loaded."""
+
+    def __init__(self, whole: Any, *cut: int) -> None:
+        self.whole, self.cut = whole, cut
+
+    def slice(self, start: int, length: int, dim: int) -> Part:
+        return Part(self, dim, start, length)
+
+    def load(self, layout: object) -> Any:
+        return self.whole.load(layout).narrow(*self.cut)
 
 
 class Barrier:
@@ -351,18 +365,16 @@ class ThreadedKernel:
         self._module, self._kernel, self._parts, self._meet = module, kernel, parts, meet
 
     def __getitem__(self, grid: tuple[int]) -> Any:
-        programs = range(grid[0])
+        programs, run_one = range(grid[0]), self._run
         if self._meet is None:
-            return lambda *args, **options: [
-                self._run(program, grid[0], args, options) for program in programs
-            ]
+            return lambda *args, **options: [run_one(p, grid[0], args, options) for p in programs]
         meeting = threading.Barrier(grid[0], timeout=TIMEOUT)
-        self._parts[self._meet] = lambda *_: meeting.wait()
+        self._parts[self._meet] = lambda *_: meeting.wait() * 0
 
         def run_all(*args: Any, **options: Any) -> None:
             def run(program: int) -> None:
                 try:
-                    self._run(program, grid[0], args, options)
+                    run_one(program, grid[0], args, options)
                 except BaseException:
                     meeting.abort()  # so that the others end, too
                     raise

@@ -39,27 +39,32 @@ from slipstream.kernels.packed.persistent.triton.hopper_row import Form
 PATIENCE = 10**8 // 1024  # of the programs, times 1024 cycles
 # If the last program of attention sums its splits, the launch starts while attention runs.
 WHOLE = {"last_sums": 4}
-WIDE = {"spans": 16, "stages": 5, "flying": 2, "registers": 96, "producer": 24}
+WIDE = {"spans": 16, "flying": 2, "held": 2, "registers": 96, "producer": 24}
 FORMS: Sequence[tuple[dict[str, int], dict[str, int]]] = (  # of the kernel, of attention's plan
-    ({}, {}),
     ({}, WHOLE),
-    ({"flying": 3}, WHOLE),
-    ({"flying": 2}, WHOLE),
-    ({"flying": 6}, WHOLE),
-    ({"flying": 11}, WHOLE),
-    (WIDE, WHOLE),
-    ({"stages": 5}, WHOLE),
-    ({"stages": 8}, WHOLE),
-    ({"stages": 13}, WHOLE),
-    ({}, WHOLE | {"splits": 8}),
-    ({}, WHOLE | {"splits": 4}),
-    ({"early": 0}, WHOLE),
-    ({"held": 1}, WHOLE),
-    ({"registers": 112}, WHOLE),
-    ({}, WHOLE | {"least_keys": 128, "alone": 128}),
-    (WIDE | {"flying": 3}, WHOLE),
-    ({"stages": 8, "flying": 3}, {}),
-    ({"stages": 5}, {}),
+    *(
+        ({"stages": stages, "flying": flying}, WHOLE)
+        for stages, flying in (
+            (5, 4),
+            (5, 3),
+            (5, 2),
+            (4, 3),
+            (4, 2),
+            (3, 2),
+            (6, 3),
+            (8, 2),
+            (8, 3),
+        )
+    ),
+    (WIDE | {"stages": 3}, WHOLE),
+    (WIDE | {"stages": 4, "flying": 3}, WHOLE),
+    ({"stages": 5, "flying": 3}, {}),
+    ({"stages": 5, "flying": 3, "early": 0}, WHOLE),
+    ({"stages": 5, "flying": 3, "held": 1}, WHOLE),
+    ({"stages": 5, "flying": 3, "held": 8, "registers": 152}, WHOLE),
+    ({"stages": 5, "flying": 3}, WHOLE | {"splits": 8}),
+    ({"stages": 10, "flying": 2}, WHOLE),
+    ({"stages": 10, "flying": 10}, WHOLE),
 )
 
 

@@ -46,7 +46,7 @@ class RowLayer:
 
 def fits_row_layer(layer: RowLayer, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernel knows these weights on a Hopper GPU: bfloat16, fp8 with scales of rows, or
-    int4 in groups of 128."""
+    int4 in groups of 128 with the zero 8."""
     card = card_of(device)
     if dtype != torch.bfloat16 or (card is not None and card.capability[0] != 9):
         return False
@@ -63,7 +63,7 @@ def fits_row_layer(layer: RowLayer, dtype: torch.dtype, device: torch.device) ->
 def _form(matrix: Matrix) -> object:
     if isinstance(matrix, Tensor):
         return matrix.dtype
-    return matrix.kind, matrix.scales.dtype, matrix.zeros is None
+    return matrix.kind, matrix.scales.dtype
 
 
 def _fits(matrix: Matrix) -> bool:
@@ -72,7 +72,9 @@ def _fits(matrix: Matrix) -> bool:
     if isinstance(matrix, Tensor):
         plain = matrix.dtype == torch.bfloat16 and matrix.is_contiguous()
         return plain and matrix.shape[1] % WIDTH == 0 and matrix.numel() < 2**31
-    if matrix.order is not None or not fits_direct(matrix) or matrix.words.numel() >= 2**31:
+    if matrix.order is not None or matrix.zeros is not None:
+        return False
+    if not fits_direct(matrix) or matrix.words.numel() >= 2**31:
         return False
     if matrix.kind == "int4":
         return matrix.group == 128 and matrix.scales.element_size() == 2

@@ -24,7 +24,6 @@ SMALLEST = 2.0**-133  # number of bfloat16
 # attention's heads, hidden, inner and outputs of qkv: steps with few spans, and several steps
 SIZES = {
     "int4 128": (768, 512, 2304, 336),
-    "int4 128 zeros": (256, 512, 2304, 48),
     "fp8 rows": (384, 1152, 1280, 48),
     "bf16": (320, 1088, 576, 48),
 }
@@ -57,9 +56,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
         masked_4=masked_4,
         masked_8=masked_8,
         numbers_16=lambda words: words.view(torch.bfloat16).float(),
-        zero_of_codes=lambda zeros, spans, _: torch.full(
-            (spans, 16, 64), (1 if zeros else -8) * SMALLEST
-        ),
+        minus_eight=lambda spans, _: torch.full((spans, 16, 64), -8 * SMALLEST),
     ).replace(monkeypatch)
     return hopper_row
 
@@ -112,7 +109,7 @@ def test_fewer_steps_may_be_on_their_way_than_there_are_stages(kernel: Any, flyi
 
 
 def test_it_knows_bf16_and_fp8_of_rows_and_int4_of_128_() -> None:
-    known = {"int4 128", "int4 128 zeros", "fp8 rows", "bf16"}
+    known = {"int4 128", "fp8 rows", "bf16"}
     for name in (*FORMATS, "bf16"):
         weights = [matrix_of(name, *shape) for shape in SHAPES]
         layer = RowLayer(*weights, NORM, NORM)

@@ -38,7 +38,6 @@ from .hopper_row_roles import bring_words, multiply_all
 from .hopper_row_steps import HEIGHT, INPUT_FACTOR
 
 WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 16, 4))
-BYTES = gl.constexpr(gl.NVMMASharedLayout(0, 8, 2))
 FLAT = gl.constexpr(gl.NVMMASharedLayout(0, 16, 3))
 PATIENCE = 1 << 24  # times 1024 cycles: about ten seconds until a missing program is an error
 
@@ -47,7 +46,7 @@ PATIENCE = 1 << 24  # times 1024 cycles: about ten seconds until a missing progr
 class Form:
     """The variable parts of the kernel."""
 
-    stages: int = 11  # of `spans` times 2 KiB of words
+    stages: int = 10  # of `spans` times 2 KiB of words
     held: int = 4  # steps whose inputs stay in registers
     # Of a thread, on average: a program of attention, which runs before this, fits beside it.
     registers: int = 120
@@ -59,10 +58,10 @@ class Form:
 
 @gluon.jit
 def _hopper_row_kernel(
-    o, o_scales, o_channel, o_outputs, o_zeros,
-    gate_up, gate_up_scales, gate_up_channel, gate_up_outputs, gate_up_zeros,
-    down, down_scales, down_channel, down_outputs, down_zeros,
-    qkv, qkv_scales, qkv_channel, qkv_outputs, qkv_zeros,
+    o, o_scales, o_channel,
+    gate_up, gate_up_scales, gate_up_channel,
+    down, down_scales, down_channel,
+    qkv, qkv_scales, qkv_channel,
     x,  # [heads * head_dim], what attention computed
     residual,  # [H], the stream before attention
     gain,  # [H], weight of the norm before gate and up
@@ -80,8 +79,8 @@ def _hopper_row_kernel(
     TILES: gl.constexpr,  # of the four products
     STEPS: gl.constexpr,  # of a tile
     TURNS: gl.constexpr,  # a power of 2, at least the tiles of a program
+    MOST: gl.constexpr,  # of them
     GROUPS: gl.constexpr,  # in a span; 0 = scales of whole rows, or none
-    ZEROS: gl.constexpr,
     SLICES: gl.constexpr,  # 4 = int4, 2 = fp8, 1 = bfloat16
     FACTORS: gl.constexpr,  # of the sums of each slice
     SIZES: gl.constexpr,  # columns of the products
@@ -99,45 +98,33 @@ def _hopper_row_kernel(
     s_ring = w_ring
     if GROUPS > 0:
         s_ring = gl.allocate_shared_memory(SCALE, [STAGES, SPANS * GROUPS, 2, 8], FLAT)
-    z_ring = w_ring
-    if ZEROS:
-        z_ring = gl.allocate_shared_memory(gl.uint8, [STAGES * 2, SPANS * GROUPS, 16], BYTES)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    FLAT_ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    of_o = gl.allocate_shared_memory(gl.float32, [TURNS[0], HEIGHT], FLAT_ROWS)
-    of_gate_up = of_o
-    of_down = of_o
-    of_qkv = of_o
-    if SLICES == 2:
-        of_gate_up = gl.allocate_shared_memory(gl.float32, [TURNS[1], HEIGHT], FLAT_ROWS)
-        of_down = gl.allocate_shared_memory(gl.float32, [TURNS[2], HEIGHT], FLAT_ROWS)
-        of_qkv = gl.allocate_shared_memory(gl.float32, [TURNS[3], HEIGHT], FLAT_ROWS)
-    gains = gl.allocate_shared_memory(gl.float32, [TURNS[0], HEIGHT], FLAT_ROWS)
-    next_gains = gl.allocate_shared_memory(gl.float32, [TURNS[2], HEIGHT], FLAT_ROWS)
-    streams = gl.allocate_shared_memory(gl.float32, [TURNS[0], HEIGHT], FLAT_ROWS)
+    partials = gl.allocate_shared_memory(
+        gl.float32, [MOST, SPANS, HEIGHT], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    )  # fmt: skip
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
     fence_async_shared()
     products = (
-        (o, o_scales, o_channel, o_outputs, o_zeros),
-        (gate_up, gate_up_scales, gate_up_channel, gate_up_outputs, gate_up_zeros),
-        (down, down_scales, down_channel, down_outputs, down_zeros),
-        (qkv, qkv_scales, qkv_channel, qkv_outputs, qkv_zeros),
+        (o, o_scales, o_channel),
+        (gate_up, gate_up_scales, gate_up_channel),
+        (down, down_scales, down_channel),
+        (qkv, qkv_scales, qkv_channel),
     )
     gl.warp_specialize(
         [
             (multiply_all, (
                 products[0], products[1], products[2], products[3], x, residual, gain, normed,
                 inner, next_gain, stream, next_normed, out, squares, counter, eps, next_eps,
-                patience, w_ring, s_ring, z_ring, full, empty, of_o, of_gate_up, of_down, of_qkv,
-                gains, next_gains, streams, TILES, STEPS, TURNS, GROUPS, ZEROS, SLICES, FACTORS,
-                SIZES, PROGRAMS, SPANS, STAGES, HELD, SCALE, EARLY, PDL,
+                patience, w_ring, s_ring, full, empty, partials, TILES, STEPS, TURNS, MOST,
+                GROUPS, SLICES, FACTORS, SIZES, PROGRAMS, SPANS, STAGES, HELD, SCALE, EARLY,
+                PDL,
             )),
             (bring_words, (
-                products[0], products[1], products[2], products[3], w_ring, s_ring, z_ring, full,
-                empty, TILES, STEPS, GROUPS, ZEROS, SPANS, STAGES, FLYING,
+                products[0], products[1], products[2], products[3], w_ring, s_ring, full,
+                empty, TILES, STEPS, GROUPS, SPANS, STAGES, FLYING,
             )),
         ],
         [1],
@@ -204,8 +191,8 @@ def multiply(
         TILES=tiles,
         STEPS=steps,
         TURNS=turns,
+        MOST=max(turns),
         GROUPS=groups,
-        ZEROS=isinstance(first, TiledWeight) and first.zeros is not None,
         SLICES=slices,
         FACTORS=factors,
         SIZES=tuple(weight.shape[1] for weight in weights),
@@ -237,17 +224,13 @@ def _product(weight: Matrix, gated: bool, groups: int, spans: int) -> list[Any]:
     lines = words.view(*blocks, words.shape[1] // WIDTH, WIDTH).permute(2, 0, 1, 3)
     source = TensorDescriptor.from_tensor(lines, [spans, 2, 8, WIDTH], WORDS.value)
     scales: Any = words
-    zeros: Any = words
     channel = words
     if isinstance(weight, TiledWeight):
         channel = words if groups else weight.scales
         if groups:
             own = weight.scales.view(-1, *blocks)
             scales = TensorDescriptor.from_tensor(own, [spans * groups, 2, 8], FLAT.value)
-        if weight.zeros is not None:
-            box = [spans * groups, 16]
-            zeros = TensorDescriptor.from_tensor(weight.zeros, box, BYTES.value)
-    return [source, scales, channel, blocks[1] if gated else count, zeros]
+    return [source, scales, channel]
 
 
 hash_functions(globals())

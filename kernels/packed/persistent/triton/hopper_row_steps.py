@@ -36,26 +36,11 @@ def input_of(x, step, size, SLICES: gl.constexpr, SUMS: gl.constexpr, SPANS: gl.
 
 
 @gluon.jit
-def _zeros_of(z_tiles, place, g, SPANS: gl.constexpr):
-    """The zeros [SPANS, 8] of a group and a block of weight rows; a box has 8 more."""
-    EACH: gl.constexpr = gl.DistributedLinearLayout(
-        [],
-        [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]],
-        [[1, 0], [2, 0], [4, 0]] if SPANS == 8 else [[1, 0], [2, 0], [4, 0], [8, 0]],
-        [],
-        [SPANS, 8],
-    )
-    return z_tiles.index(place).slice(g * HEIGHT, 8, 1).load(EACH)
-
-
-@gluon.jit
 def take(
-    w_tiles, s_tiles, z_tiles, full, empty, fill, total,
-    GROUPS: gl.constexpr, ZEROS: gl.constexpr, SUMS: gl.constexpr, SPANS: gl.constexpr,
-    STAGES: gl.constexpr,
+    w_tiles, s_tiles, full, empty, fill, total,
+    GROUPS: gl.constexpr, SUMS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Load the words of a step, its scales and its zeros, and release its memory; after the last
-    step, load any. The scales of each group are followed by the zeros of each."""
+    """Load the words and the scales of a step, and release its memory; after the last one, any."""
     slot, phase = fill % STAGES, (fill // STAGES) & 1
     mbarrier.wait(full.index(slot), phase, pred=fill < total)
     words = w_tiles.index(slot).load(gl.DotOperandLayout(0, SUMS, 8))
@@ -63,12 +48,6 @@ def take(
     for g in gl.static_range(GROUPS):
         own = s_tiles.index(slot).slice(g * HEIGHT, HEIGHT, 1)
         scales += (own.load(gl.SliceLayout(2, SUMS)),)
-    if ZEROS:
-        for g in gl.static_range(GROUPS):
-            low = _zeros_of(z_tiles, slot * 2, g, SPANS)
-            high = _zeros_of(z_tiles, slot * 2 + 1, g, SPANS)
-            both = gl.reshape(gl.permute(gl.join(low, high), (0, 2, 1)), [SPANS, HEIGHT])
-            scales += (gl.convert_layout(both, gl.SliceLayout(2, SUMS), assert_trivial=True),)
     mbarrier.arrive(empty.index(slot), count=1, pred=fill < total)
     return words, scales
 
@@ -101,40 +80,30 @@ def numbers_16(words):
 
 
 @gluon.jit
-def zero_of_codes(ZEROS: gl.constexpr, SPANS: gl.constexpr, LEFT: gl.constexpr):
-    """The zero 8 of "int4", negative, or with zeros 1, as such tiny floats of an even slice."""
-    bits = gl.full([SPANS, HEIGHT, 64], 1 if ZEROS else -0x7FF8, gl.int16, layout=LEFT)
+def minus_eight(SPANS: gl.constexpr, LEFT: gl.constexpr):
+    """The zero of "int4", negative, as a tile of such tiny floats of an even slice."""
+    bits = gl.full([SPANS, HEIGHT, 64], -0x7FF8, gl.int16, layout=LEFT)
     return bits.to(gl.bfloat16, bitcast=True)
 
 
 @gluon.jit
-def excess_of(
-    x, GROUPS: gl.constexpr, ZEROS: gl.constexpr, SUMS: gl.constexpr, SPANS: gl.constexpr
-):
-    """The product of a step's input with `zero_of_codes`."""
+def excess_of(x, GROUPS: gl.constexpr, SUMS: gl.constexpr, SPANS: gl.constexpr):
+    """The product of a step's input with the zero of "int4", negative, for even slices."""
     excess = gl.zeros([SPANS, HEIGHT, 8], gl.float32, layout=SUMS)
     if GROUPS > 0:
-        excess = mma_v2(zero_of_codes(ZEROS, SPANS, gl.DotOperandLayout(0, SUMS, 8)), x, excess)
+        excess = mma_v2(minus_eight(SPANS, gl.DotOperandLayout(0, SUMS, 8)), x, excess)
     return excess
 
 
 @gluon.jit
-def add_step(
-    sums, words, scales, x, even,
-    GROUPS: gl.constexpr, ZEROS: gl.constexpr, SLICES: gl.constexpr,
-):  # fmt: skip
+def add_step(sums, words, scales, x, even, GROUPS: gl.constexpr, SLICES: gl.constexpr):
     """Add the products of a step to the sums of each slice."""
     added = ()
     if GROUPS > 0:
         tiles = masked_4(words)
         odd = even * 16.0
         for i in gl.static_range(4):
-            excess = odd if i % 2 else even
-            if ZEROS:
-                less = scales[GROUPS + i * GROUPS // 4].to(gl.float32)
-                part = mma_v2(tiles[i], x, excess * -less[:, :, None])
-            else:
-                part = mma_v2(tiles[i], x, excess)
+            part = mma_v2(tiles[i], x, odd if i % 2 else even)
             scale = scales[i * GROUPS // 4].to(gl.float32)
             added += (sums[i] + part * scale[:, :, None],)
     elif SLICES == 1:
@@ -148,18 +117,12 @@ def add_step(
 
 @gluon.jit
 def total_of(sums, SLICES: gl.constexpr, FACTORS: gl.constexpr, SUMS: gl.constexpr):
-    """The sums [HEIGHT] of all slices and spans: column i of the i-th."""
+    """The sums [SPANS, HEIGHT] of all slices: column i of the i-th."""
     column = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, SUMS)))[None, None, :]
     total = gl.where(column == 0, sums[0] * FACTORS[0], 0.0)
     for i in gl.static_range(1, SLICES):
         total += gl.where(column == i, sums[i] * FACTORS[i], 0.0)
-    return gl.sum(gl.sum(total, 2), 0)
-
-
-@gluon.jit
-def halves(values):
-    """The values of the first and of the second 8 rows of a tile."""
-    return gl.split(gl.permute(gl.reshape(values, [2, 8]), (1, 0)))
+    return gl.sum(total, 2)
 
 
 hash_functions(globals())
