@@ -2,8 +2,8 @@
 
 Like MoE layers, each pass contains collectives that carry the padded size, so a rank that runs one
 pass more than the others, or another size, hangs or fails. Each rank prints one JSON line. Ranks
-are forked from a process that has imported torch once; it prints their exit codes, outputs and
-errors.
+are forked from a process that has imported torch once; it runs one group after the other, each of
+so many ranks and steps, and prints the exit codes, outputs and errors of their ranks.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import random
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -110,7 +111,9 @@ def run_fork(rank: int, size: int, folder: Path, steps: int) -> None:
         os._exit(code)
 
 
-def run_all(size: int, folder: Path, steps: int) -> None:
+def run_all(size: int, folder: Path, steps: int) -> list[list[Any]]:
+    """The (exit code, output, errors) of each rank of a group."""
+    folder.mkdir()
     ranks = []
     for rank in range(size):
         ranks.append(os.fork())
@@ -120,8 +123,10 @@ def run_all(size: int, folder: Path, steps: int) -> None:
     for rank, process in enumerate(ranks):
         code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
         ends.append([code, *((folder / f"{kind}{rank}").read_text() for kind in ("out", "err"))])
-    print(json.dumps(ends))
+    return ends
 
 
 if __name__ == "__main__":
-    run_all(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
+    groups = [list(map(int, group.split("x"))) for group in sys.argv[2:]]
+    ends = [run_all(n, Path(sys.argv[1]) / f"{n}x{steps}", steps) for n, steps in groups]
+    print(json.dumps(ends))

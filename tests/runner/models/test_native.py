@@ -17,6 +17,7 @@ from slipstream.runner.draft_models.draft_config import read_draft_config
 from slipstream.runner.draft_models.eagle3 import Eagle3Head
 from slipstream.runner.models.base import TextModel
 
+from ...cases import some
 from ...speculators.all_drafters import Drafters
 from ...speculators.tiny_engine import TinyEngine, prompts, save_llama
 from ..model_harness import Sequences, load
@@ -128,7 +129,9 @@ def test_eagle3_head_equals_torch(
     torch.testing.assert_close(*got, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("method", ["eagle3", "eagle", "draft_model", "gemma4_mtp"])
+@pytest.mark.parametrize(
+    "method", some(["eagle3", "eagle", "draft_model", "gemma4_mtp"], ["eagle3", "draft_model"])
+)
 def test_text_with_drafts_is_the_text_without(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,10 +141,10 @@ def test_text_with_drafts_is_the_text_without(
     drafters = Drafters(tmp_path, wide_heads=True)
     target, asked = drafters.pair(method)[0], prompts(4)
     plain = TinyEngine(target, SpeculativeConfig(), dtype="auto")
-    expected = plain.run(asked, max_tokens=24).tokens
+    expected = plain.run(asked, max_tokens=16).tokens
     plain.close()
     drafting = TinyEngine(target, drafters.speculative(method), dtype="auto")
-    got = drafting.run(asked, max_tokens=24)
+    got = drafting.run(asked, max_tokens=16)
     drafting.close()
     assert got.tokens == expected and got.drafted > 0
     assert bool(native_calls) == (method != "gemma4_mtp")  # torch runs Gemma 4's layers

@@ -7,8 +7,8 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 import torch
@@ -112,30 +112,41 @@ def test_engines_keep_equally_many_drafts_if_no_step_grows(
     assert {agreement.num_drafts for agreement in found} == {max(wants)}
 
 
-def run_ranks(size: int, steps: int, folder: Path) -> list[tuple[int, str, str]]:
-    """(exit code, stdout, stderr) of `size` processes."""
+Ends: TypeAlias = list[tuple[int, str, str]]  # exit code, output and errors of each rank
+SHORT = ((2, 250), (2, 20))
+
+
+def run_ranks(folder: Path, *groups: tuple[int, int]) -> dict[tuple[int, int], Ends]:
+    """The ends of groups of processes, each with a number of ranks and of steps."""
     script = Path(__file__).parents[1] / "data_parallel_rank.py"
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "OMP_NUM_THREADS": "1",
     }
     done = subprocess.run(
-        [sys.executable, script, str(size), str(folder), str(steps)],
+        [sys.executable, script, str(folder), *(f"{size}x{steps}" for size, steps in groups)],
         env=environment,
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    return [(code, out, errors) for code, out, errors in json.loads(done.stdout)]
+    found = [[tuple(rank) for rank in ends] for ends in json.loads(done.stdout)]
+    return dict(zip(groups, found, strict=True))
 
 
-@pytest.mark.parametrize(("size", "steps"), some([(2, 1000), (3, 300), (3, 120)], [(2, 1000)]))
-def test_trap_16_ranks_run_the_same_passes_for_1000_steps(
-    size: int, steps: int, tmp_path: Path
+@pytest.fixture(scope="module")
+def short_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], Ends]:
+    """The ends of two groups that share a process, because importing torch takes longest."""
+    return run_ranks(tmp_path_factory.mktemp("ranks"), *SHORT)
+
+
+@pytest.mark.parametrize(("size", "steps"), some([(2, 1000), (3, 300), SHORT[0]], [SHORT[0]]))
+def test_trap_16_ranks_run_the_same_passes_for_many_steps(
+    size: int, steps: int, tmp_path: Path, short_runs: dict[tuple[int, int], Ends]
 ) -> None:
-    start = time.monotonic()
-    ends = run_ranks(size, steps, tmp_path)
+    group = size, steps
+    ends = short_runs.get(group) or run_ranks(tmp_path, group)[group]
     assert [code for code, *_ in ends] == [0] * size, ends[0][2] + ends[-1][2]
     results = [json.loads(out.splitlines()[-1]) for _, out, _ in ends]
     assert all(result == results[0] for result in results)
@@ -143,11 +154,12 @@ def test_trap_16_ranks_run_the_same_passes_for_1000_steps(
     assert results[0]["passes"] > 1.5 * steps
     modes = results[0]["modes"]
     assert min(modes[mode.name] for mode in (NONE, PIECEWISE, FULL)) > steps / 20, modes
-    print(f"{size} ranks: {time.monotonic() - start:.1f} s {modes}")
 
 
-def test_a_rank_that_outlives_the_others_ends_with_a_sentence(tmp_path: Path) -> None:
+def test_a_rank_that_outlives_the_others_ends_with_a_sentence(
+    short_runs: dict[tuple[int, int], Ends],
+) -> None:
     """One exchange too many, as after a local skip: no hang, and the error names the rank."""
-    (code, _, errors), _ = run_ranks(2, 20, tmp_path)
+    (code, _, errors), _ = short_runs[SHORT[1]]
     assert code != 0
     assert "DataParallelError: data-parallel rank 0 lost contact with the other ranks" in errors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,8 @@ from plan_maker import PlanMaker
 from tiny_target import VOCAB, Oracle, TinySetup, make_runner, tiny_llama
 
 from slipstream.runner.step.model_runner import ModelRunner
+
+from ...cases import some
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +58,13 @@ def check_table(runner: ModelRunner, maker: PlanMaker) -> None:
             assert table.last_sampled_tokens[job.slot] == job.tokens[-1]
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("num_drafts", [0, 3])
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    ("depth", "num_drafts", "padded"),  # every two of them meet
+    some(
+        itertools.product((1, 2), (0, 3), (False, True)),
+        kept=[(1, 0, False), (1, 3, True), (2, 0, True), (2, 3, False)],
+    ),
+)
 def test_random_plans_give_the_recomputed_text(
     model: Any, oracle: Oracle, depth: int, num_drafts: int, padded: bool
 ) -> None:
