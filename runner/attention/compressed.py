@@ -6,6 +6,8 @@ tables and slots.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -31,8 +33,13 @@ from .base import (
 class CompressedMetadata(AttentionMetadata):
     """Views of the step buffers of one KV group."""
 
-    def __init__(self, common: CommonAttentionMetadata, block_size: int) -> None:
-        self.common, self._block_size = common, block_size
+    def __init__(
+        self,
+        common: CommonAttentionMetadata,
+        block_size: int,
+        create_attend: Callable[[], SparseAttend],
+    ) -> None:
+        self.common, self._block_size, self.create_attend = common, block_size, create_attend
 
     def compressed(self) -> CompressedMetadata:
         return self
@@ -47,9 +54,6 @@ class CompressedMetadata(AttentionMetadata):
             layer.entry_tokens,
             layer.fp8,
         )
-
-    def create_attend(self) -> SparseAttend:
-        return sparse_attention
 
     def attend(
         self,
@@ -81,14 +85,19 @@ class CompressedMetadata(AttentionMetadata):
 
 
 class CompressedBuilder(AttentionBuilder):
-    """Keeps nothing between steps. With Triton kernels nothing waits for the device."""
+    """Keeps nothing between steps. With kernels (`in_graphs`) nothing waits for the device."""
 
-    def __init__(self, block_size: int, in_graphs: bool) -> None:
-        self._block_size = block_size
+    def __init__(
+        self,
+        block_size: int,
+        create_attend: Callable[[], SparseAttend] = lambda: sparse_attention,
+        in_graphs: bool = True,
+    ) -> None:
+        self._block_size, self._create_attend = block_size, create_attend
         self.supports = AttentionCGSupport.ALWAYS if in_graphs else AttentionCGSupport.NEVER
         self.builds_on_device = in_graphs
 
     def build(
         self, common: CommonAttentionMetadata, desc: BatchExecutionDescriptor | None = None
     ) -> CompressedMetadata:
-        return CompressedMetadata(common, self._block_size)
+        return CompressedMetadata(common, self._block_size, self._create_attend)

@@ -26,8 +26,9 @@ from .base import (
     BuilderSizes,
     CommonAttentionMetadata,
 )
-from .flash_mla_listed import ListedBuilder
-from .flash_mla_sparse import FlashSparseBuilder, problem
+from .compressed import CompressedBuilder
+from .flash_mla_listed import ListedPass
+from .flash_mla_sparse import SparsePass, problem
 from .triton import TritonMetadata, max_query_len
 
 PAGE = 64
@@ -167,9 +168,10 @@ class FlashMLABackend(AttentionBackend):
         module = importlib.import_module("flash_mla")
         if layers[0].is_compressed and layers[0].fp8 is not None:
             create, decode = module.get_mla_metadata, module.flash_mla_with_kvcache
-            return ListedBuilder(block_size, lambda: create()[0], decode)
+            return CompressedBuilder(block_size, lambda: ListedPass(lambda: create()[0], decode))
         if layers[0].is_compressed:
-            return FlashSparseBuilder(block_size, module.flash_mla_sparse_fwd)
+            forward = module.flash_mla_sparse_fwd
+            return CompressedBuilder(block_size, lambda: SparsePass(forward))
         if block_size != PAGE:
             raise RunnerError(f"FlashMLA needs --block-size {PAGE}, not {block_size}.")
         return FlashMLABuilder(lambda: module.get_mla_metadata()[0], module.flash_mla_with_kvcache)

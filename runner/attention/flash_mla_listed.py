@@ -15,11 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...configs.graphs import BatchExecutionDescriptor
 from ...kernels.attention.compressed.pages import Pages, SlotList
 from ...kernels.quant.latent_pages import row_bytes, scale_bytes
-from .base import CommonAttentionMetadata, SparseAttend
-from .compressed import CompressedBuilder, CompressedMetadata
 from .flash_mla_sparse import DIM, padded_heads
 
 _ROWS = 64  # the number of listed rows must be a multiple
@@ -104,33 +101,3 @@ def blocks_of(pages: Pages) -> Tensor:
     count, page = pages.cache.shape[0], pages.cache.shape[-1]
     each = row_bytes(pages.fp8.latent, pages.fp8.rotary) + scale_bytes(pages.fp8.latent)
     return pages.cache.as_strided((count, pages.page_rows, 1, each), (page, each, each, 1))
-
-
-class ListedMetadata(CompressedMetadata):
-    """Views of the step buffers of one KV group, for the split-KV kernel."""
-
-    def __init__(
-        self,
-        common: CommonAttentionMetadata,
-        block_size: int,
-        create_schedule: CreateSchedule,
-        decode: Decode,
-    ) -> None:
-        super().__init__(common, block_size)
-        self._create_schedule, self._decode = create_schedule, decode
-
-    def create_attend(self) -> SparseAttend:
-        return ListedPass(self._create_schedule, self._decode)
-
-
-class ListedBuilder(CompressedBuilder):
-    """Keeps nothing between steps, and nothing waits for the device."""
-
-    def __init__(self, block_size: int, create_schedule: CreateSchedule, decode: Decode) -> None:
-        super().__init__(block_size, in_graphs=True)
-        self._create_schedule, self._decode = create_schedule, decode
-
-    def build(
-        self, common: CommonAttentionMetadata, desc: BatchExecutionDescriptor | None = None
-    ) -> ListedMetadata:
-        return ListedMetadata(common, self._block_size, self._create_schedule, self._decode)

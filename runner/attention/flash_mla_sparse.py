@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...configs.graphs import BatchExecutionDescriptor
 from ...kernels.attention.compressed.pages import Pages, SlotList
-from .base import AttentionLayer, CommonAttentionMetadata, SparseAttend
-from .compressed import CompressedBuilder, CompressedMetadata
+from .base import AttentionLayer
 
 DIM = 512  # of a value, and of a row of V4
 DIMS = (DIM, 576)  # of a row
@@ -27,7 +25,7 @@ _ROWS = 128  # the number of listed rows must be a multiple
 SparseForward = Callable[..., tuple[Tensor, Any, Any]]
 
 
-class _Pass:
+class SparsePass:
     """The attention of one pass. Neighbouring layers that read the same lists share the joined one;
     older ones are let go, because those of a long prefill are large."""
 
@@ -99,29 +97,3 @@ def joined_rows(raw: Pages, entries: Pages) -> Tensor:
     assert entries.cache.data_ptr() == raw.cache.data_ptr() + raw.cache.nbytes
     dim = raw.cache.shape[-1]
     return raw.cache.as_strided((count // dim, dim), (dim, 1))
-
-
-class FlashSparseMetadata(CompressedMetadata):
-    """Views of the step buffers of one KV group, for FlashMLA's kernel."""
-
-    def __init__(
-        self, common: CommonAttentionMetadata, block_size: int, forward: SparseForward
-    ) -> None:
-        super().__init__(common, block_size)
-        self._forward = forward
-
-    def create_attend(self) -> SparseAttend:
-        return _Pass(self._forward)
-
-
-class FlashSparseBuilder(CompressedBuilder):
-    """Keeps nothing between steps, and nothing waits for the device."""
-
-    def __init__(self, block_size: int, forward: SparseForward) -> None:
-        super().__init__(block_size, in_graphs=True)
-        self._forward = forward
-
-    def build(
-        self, common: CommonAttentionMetadata, desc: BatchExecutionDescriptor | None = None
-    ) -> FlashSparseMetadata:
-        return FlashSparseMetadata(common, self._block_size, self._forward)

@@ -188,7 +188,7 @@ class TritonBackend(AttentionBackend):
         self, layers: Sequence[AttentionLayer], sizes: BuilderSizes
     ) -> AttentionBuilder:
         if layers[0].is_compressed:
-            return CompressedBuilder(sizes.block_size, in_graphs=True)
+            return CompressedBuilder(sizes.block_size)
         if self.batch_invariant:
             return TritonBuilder(fixed=True)
         count = sizes.max_num_reqs * layers[0].num_kv_heads

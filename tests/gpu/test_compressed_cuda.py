@@ -51,7 +51,7 @@ from slipstream.kernels.linear.hyper.connections import (  # noqa: E402
     mix_streams_reference,
 )
 from slipstream.kernels.linear.hyper.site import Site  # noqa: E402
-from slipstream.runner.attention.flash_mla_sparse import FlashSparseMetadata  # noqa: E402
+from slipstream.runner.attention.flash_mla_sparse import SparsePass  # noqa: E402
 from slipstream.runner.graphs.manager import relative_error  # noqa: E402
 
 pytestmark = [
@@ -159,7 +159,7 @@ def test_flash_mla_reads_both_caches(heads: int) -> None:
     )
     query, sinks = randn(len(tokens.positions), heads, 512), torch.randn(heads).cuda()
     window = window_slots(raw, tokens, 128)
-    attend = FlashSparseMetadata(None, 64, flash_mla.flash_mla_sparse_fwd).create_attend()  # type: ignore[arg-type]
+    attend = SparsePass(flash_mla.flash_mla_sparse_fwd)
     for listed in (None, entry_slots(entries, tokens, 512)):
         args = (query, raw, window, None if listed is None else entries, listed, sinks, 512**-0.5)
         expected = sparse_attention_reference(*args)

@@ -50,7 +50,7 @@ from slipstream.kernels.attention.paged_rows import Fp8Cache  # noqa: E402
 from slipstream.kernels.quant.e4m3 import E4M3  # noqa: E402
 from slipstream.kernels.quant.latent_pages import page_bytes  # noqa: E402
 from slipstream.runner.attention.flash_mla_listed import ListedPass  # noqa: E402
-from slipstream.runner.attention.flash_mla_sparse import FlashSparseMetadata  # noqa: E402
+from slipstream.runner.attention.flash_mla_sparse import SparsePass  # noqa: E402
 from slipstream.runner.graphs.manager import relative_error  # noqa: E402
 
 pytestmark = [
@@ -195,10 +195,10 @@ def listed_case(form: str, heads: int, tokens: int) -> tuple[Tensor, tuple[Any, 
 @pytest.mark.parametrize("heads", [16, 128])
 def test_flash_mla_reads_listed_rows_of_16_bits(heads: int) -> None:
     flash_mla = pytest.importorskip("flash_mla")
-    metadata = FlashSparseMetadata(None, 64, flash_mla.flash_mla_sparse_fwd)  # type: ignore[arg-type]
+    attend = SparsePass(flash_mla.flash_mla_sparse_fwd)
     args = (pages_of(None, 576), list_of(9, 2048, 5120), None, None, None, 0.07, 512)
     query = randn(9, heads, 576)
-    got = metadata.create_attend()(query, *args)
+    got = attend(query, *args)
     assert relative_error(got, sparse_attention_reference(query, *args)) < TOLERANCE
 
 

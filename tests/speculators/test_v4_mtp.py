@@ -91,7 +91,7 @@ class GraphBackend(ReferenceBackend):
     def create_builder(
         self, layers: Sequence[AttentionLayer], sizes: BuilderSizes
     ) -> CompressedBuilder:
-        builder = CompressedBuilder(sizes.block_size, in_graphs=True)
+        builder = CompressedBuilder(sizes.block_size)
         builder.builds_on_device = self._on_device
         return builder
 

@@ -21,8 +21,9 @@ from slipstream.runner.attention.base import (
     AttentionLayer,
     BuilderSizes,
 )
+from slipstream.runner.attention.compressed import CompressedBuilder
 from slipstream.runner.attention.flash_mla import FlashMLABackend
-from slipstream.runner.attention.flash_mla_listed import ListedBuilder, ListedPass
+from slipstream.runner.attention.flash_mla_listed import ListedPass
 from slipstream.runner.attention.fp8_layers import with_fp8_cache
 from slipstream.runner.attention.reference import ReferenceBackend
 
@@ -155,8 +156,8 @@ def test_the_attention_equals_the_reference(
 class ListedBackend(ReferenceBackend):
     def create_builder(
         self, layers: Sequence[AttentionLayer], sizes: BuilderSizes
-    ) -> ListedBuilder:
-        return ListedBuilder(sizes.block_size, Schedule, decode)
+    ) -> CompressedBuilder:
+        return CompressedBuilder(sizes.block_size, lambda: ListedPass(Schedule, decode))
 
 
 def test_a_model_of_real_rows_attends_by_it(

@@ -17,8 +17,9 @@ from slipstream.runner.attention.base import (
     BuilderSizes,
 )
 from slipstream.runner.attention.choice import UnusableBackend, choose_backend
+from slipstream.runner.attention.compressed import CompressedBuilder
 from slipstream.runner.attention.flash_mla import FlashMLABackend
-from slipstream.runner.attention.flash_mla_sparse import FlashSparseBuilder, joined_rows
+from slipstream.runner.attention.flash_mla_sparse import SparsePass, joined_rows
 from slipstream.runner.attention.reference import ReferenceBackend
 
 from ..model_harness import Sequences, assert_equals_transformers, load
@@ -47,8 +48,8 @@ def sparse_forward(
 class SparseBackend(ReferenceBackend):
     def create_builder(
         self, layers: Sequence[AttentionLayer], sizes: BuilderSizes
-    ) -> FlashSparseBuilder:
-        return FlashSparseBuilder(sizes.block_size, sparse_forward)
+    ) -> CompressedBuilder:
+        return CompressedBuilder(sizes.block_size, lambda: SparsePass(sparse_forward))
 
 
 def test_logits_equal_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +89,7 @@ def test_lists_are_joined_once_for_layers_that_share_them() -> None:
         seen.append(indices)
         return (q,)
 
-    attend = FlashSparseBuilder(8, forward).build(None).create_attend()  # type: ignore[arg-type]
+    attend = SparsePass(forward)
     both = torch.zeros(7 * 4)
     raw, entries = (Pages(t.view(-1, 1, 1, 4), *[both] * 2, 1) for t in both.split([16, 12]))
     slots = torch.tensor([[0, 1, -1]], dtype=torch.int32)
@@ -130,5 +131,5 @@ def test_listed_latent_rows_equal_the_reference() -> None:
     slots = torch.rand(7, 80).argsort(1)[:, :40].int()
     chosen = SlotList(torch.where(torch.arange(40) < counts[:, None], slots, -1), counts)
     args = (torch.randn(7, 16, 576), rows, chosen, None, None, None, 0.05, 512)
-    attend = FlashSparseBuilder(64, forward).build(None).create_attend()  # type: ignore[arg-type]
+    attend = SparsePass(forward)
     torch.testing.assert_close(attend(*args), sparse_attention_reference(*args))
