@@ -6,10 +6,9 @@ one `GraphPool`. A `CreateForwardFn` supplies the function and its attention met
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -19,10 +18,10 @@ from torch.utils._pytree import tree_flatten
 from ...configs.graphs import BatchExecutionDescriptor, CUDAGraphMode
 from ..attention.base import AttentionState, AttentionStatePair
 from .capture import Graph, GraphPool, paused_garbage_collector
-from .dispatch import descriptors, dispatch, eager_descriptor
+from .dispatch import dispatch, eager_descriptor
 from .piecewise import BreakableGraph
 
-logger = logging.getLogger(__name__)
+_TOLERANCE = 2e-2  # of a replay, relative to the eager run
 
 # Runs the model on the persistent step buffers. Tensors that it returns outlive the replay, so it
 # must have copied them to memory outside the pool.
@@ -72,20 +71,6 @@ class CaptureReport:
         )
 
 
-@dataclass
-class MemoryByPurpose:
-    """Device memory of the worker by purpose, logged at start-up."""
-
-    purposes: dict[str, int] = field(default_factory=dict)  # bytes
-
-    def add(self, purpose: str, num_bytes: int) -> None:
-        self.purposes[purpose] = self.purposes.get(purpose, 0) + num_bytes
-
-    def line(self) -> str:
-        parts = [f"{name} {size / 2**30:.2f} GiB" for name, size in self.purposes.items()]
-        return "memory: " + ", ".join(parts)
-
-
 def describe(desc: BatchExecutionDescriptor) -> str:
     """`FULL 24 tokens (6 x 4)`, for logs and progress."""
     uniform = desc.uniform_token_count
@@ -106,7 +91,6 @@ class CudaGraphManager:
         pool: GraphPool,
         progress: ProgressFn | None = None,
         debug_compare_eager: bool = False,
-        compare_tolerance: float = 2e-2,
     ) -> None:
         self.name = name
         self.wanted = list(wanted)
@@ -114,7 +98,6 @@ class CudaGraphManager:
         self._pool = pool
         self._progress = progress
         self._debug_compare_eager = debug_compare_eager
-        self._compare_tolerance = compare_tolerance
         self._full: dict[BatchExecutionDescriptor, Graph] = {}
         self._pieces: dict[BatchExecutionDescriptor, BreakableGraph] = {}
         self._outputs: dict[BatchExecutionDescriptor, list[Tensor]] = {}
@@ -124,25 +107,6 @@ class CudaGraphManager:
         self._dispatched: dict[
             tuple[int, int, int | None, CUDAGraphMode], BatchExecutionDescriptor
         ] = {}
-
-    @classmethod
-    def create(
-        cls,
-        name: str,
-        mode: CUDAGraphMode,
-        uniform_token_counts: Sequence[int],
-        sizes: Sequence[int],
-        max_num_reqs: int,
-        max_num_tokens: int,
-        pool: GraphPool,
-        progress: ProgressFn | None = None,
-        debug_compare_eager: bool = False,
-        mixed_sizes: Sequence[int] | None = None,
-    ) -> CudaGraphManager:
-        wanted = descriptors(
-            mode, uniform_token_counts, sizes, max_num_reqs, max_num_tokens, mixed_sizes
-        )
-        return cls(name, wanted, pool, progress, debug_compare_eager)
 
     # --- dispatch ---------------------------------------------------------------------------------
 
@@ -298,7 +262,7 @@ class CudaGraphManager:
         replayed = [output[:num_rows].clone() for output in self._outputs[desc]]
         eager()
         for output, before in zip(self._outputs[desc], replayed, strict=True):
-            if (error := relative_error(before, output[:num_rows])) > self._compare_tolerance:
+            if (error := relative_error(before, output[:num_rows])) > _TOLERANCE:
                 raise GraphMismatch(self.name, desc, error)
             output[:num_rows].copy_(before)  # continue with the graph's result
 

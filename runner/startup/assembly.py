@@ -6,6 +6,7 @@ It runs only at start-up, never in a step.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -44,7 +45,7 @@ from ..drafters.draft_graphs import DraftGraphs
 from ..drafters.host import DraftModelHost
 from ..graphs.capture import CudaGraphs, GraphBackend, GraphPool
 from ..graphs.dispatch import wanted_mode
-from ..graphs.manager import CudaGraphManager, MemoryByPurpose, RebuiltStates
+from ..graphs.manager import CudaGraphManager, RebuiltStates
 from ..graphs.settings import GraphSettings
 from ..loading.model_check import memory_faults
 from ..messages import Progress
@@ -103,7 +104,7 @@ class Assembly:
         self.ahead = ahead
         if device.type == "cuda":
             watch_compilations()
-        self.memory = MemoryByPurpose()
+        self.memory: Counter[str] = Counter()  # bytes on the device by purpose
         self._allocated = memory_allocated(self.device)
         self.lowered: list[LoweredClaim] = []
 
@@ -217,7 +218,7 @@ class Assembly:
             cache = self._kv_cache(
                 groups, manager, needs, target_on, token_graphs_of, draft_graph_bytes, states
             )
-        self.memory.add("KV cache", cache.num_bytes)
+        self.memory["KV cache"] += cache.num_bytes
         self._note(None)
         target = target_on(cache)
         return RunnerParts(
@@ -257,7 +258,7 @@ class Assembly:
         """Add the memory allocated since the last call to `purpose`; None: to no purpose."""
         now = memory_allocated(self.device)
         if purpose is not None:
-            self.memory.add(purpose, max(0, now - self._allocated))
+            self.memory[purpose] += max(0, now - self._allocated)
         self._allocated = now
 
     def _load_target(self) -> None:
@@ -379,7 +380,7 @@ class Assembly:
             saved = save_states(
                 states, self.config.cache, self.block_size, available, spare, most_tokens
             )
-            self.memory.add("saved recurrent states", saved)
+            self.memory["saved recurrent states"] += saved
             available, state_bytes = available - saved, states.num_bytes
         num_blocks = num_kv_blocks(
             self.config.cache, self.device, available, layout, self.max_model_len,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import resource
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from ...configs.schema import CacheConfig
 from ..batch.kv_cache import KVCacheGroup, KVLayout, StepLoad, fitting_block_size, make_groups
 from ..errors import RunnerError
 from ..graphs.capture import GraphPool, paused_garbage_collector
-from ..graphs.manager import CudaGraphManager, MemoryByPurpose
+from ..graphs.manager import CudaGraphManager
 from ..step.target import Target
 from ..step.token_graphs import TokenGraphs
 
@@ -53,7 +54,7 @@ def kv_cache_bytes(
     config: CacheConfig,
     device: torch.device,
     profile: MemoryProfile,
-    memory: MemoryByPurpose,
+    memory: Counter[str],
 ) -> int:
     """Bytes for the KV cache: as configured, otherwise what the GPU has left, or on a CPU 1 GiB.
 
@@ -74,8 +75,8 @@ def kv_cache_bytes(
     activations = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
     graphs = profile.graph_bytes()
-    memory.add("peak activation", activations)
-    memory.add("graphs, reserved", graphs)
+    memory["peak activation"] += activations
+    memory["graphs, reserved"] += graphs
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     others = total - free  # weights, the CUDA context, and other processes on this GPU

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from ...configs.schema import StepLimits
@@ -9,7 +10,6 @@ from ...speculators.base import BaseSpeculator, SpeculatorNeeds
 from ..batch.input_batch import InputBuffers
 from ..batch.request_table import RequestTable
 from ..drafters.draft_graphs import DraftGraphs
-from ..graphs.manager import MemoryByPurpose
 from ..sampling.row_sampling import RowSampling
 from ..scheduling.kv_blocks import BlockGroup
 from ..scheduling.state_snapshots import StateGroup
@@ -50,7 +50,7 @@ class RunnerParts:
     sampling: RowSampling
     speculator: BaseSpeculator | None
     queue: DeviceQueue
-    memory: MemoryByPurpose = field(default_factory=MemoryByPurpose)
+    memory: Counter[str] = field(default_factory=Counter)  # bytes on the device by purpose
     sync: DataParallelSync | None = None  # None: no other ranks
     token_graphs: TokenGraphs | None = None  # None: no graphs select tokens
     draft_graphs: DraftGraphs | None = None  # runs the speculator's passes, if it has any

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from ...configs.schema import StepLimits
 from ...kernels.compile_log import CompileLog
-from ..graphs.manager import CaptureReport, MemoryByPurpose
+from ..graphs.manager import CaptureReport
 from ..graphs.settings import GraphSettings
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ def log_limits(limits: StepLimits, reason: str, graphs: GraphSettings | None) ->
 
 def log_startup(
     reports: Sequence[CaptureReport],
-    memory: MemoryByPurpose,
+    memory: Counter[str],  # bytes by purpose
     seconds: Mapping[str, float],
     compilations: CompileLog,
 ) -> None:
@@ -39,10 +40,11 @@ def log_startup(
     for report in captured:
         logger.info("%s", report.line())
     if captured:
-        memory.add("graphs", sum(report.memory_bytes for report in captured))
+        memory["graphs"] += sum(report.memory_bytes for report in captured)
     if compilations.compiled or compilations.num_cached:
         logger.info("%s", compilations.line())
     compilations.is_ready = True
-    logger.info("%s", memory.line())
+    purposes = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in memory.items())
+    logger.info("memory: %s", purposes)
     phases = ", ".join(f"{phase} {spent:.1f}" for phase, spent in seconds.items())
     logger.info("started in %.1f s: %s", sum(seconds.values()), phases)

@@ -26,7 +26,7 @@ from ..batch.input_batch import InputBatch, InputBuffers
 from ..batch.kv_cache import KVCache
 from ..batch.recurrent_states import RecurrentStates
 from ..batch.request_table import RequestTable
-from ..graphs.dispatch import eager_descriptor, resolve_target
+from ..graphs.dispatch import descriptors, eager_descriptor, resolve_target
 from ..graphs.manager import CaptureReport, CudaGraphManager
 from ..graphs.settings import GraphSettings
 from ..models.base import has_native_head, run_alone
@@ -311,16 +311,12 @@ def create_target_graphs(
         level = logging.INFO if by_default else logging.WARNING
         logger.log(level, "target graphs run as %s: %s", decision.mode.name, decision.reason)
     is_whole = decision.mode.mixed_mode() is CUDAGraphMode.FULL
-    manager = CudaGraphManager.create(
-        "target",
+    wanted_graphs = descriptors(
         decision.mode,
         decision.uniform_token_counts,
         settings.sizes,
         max_num_reqs,
         max_num_tokens,
-        settings.pool,
-        settings.progress,
-        settings.debug_compare_eager,
         settings.whole_mixed_sizes if is_whole else settings.mixed_sizes,
     )
-    return manager, decision.mode
+    return settings.manager("target", wanted_graphs), decision.mode

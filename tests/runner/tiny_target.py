@@ -23,7 +23,7 @@ from slipstream.runner.batch.input_batch import InputBuffers
 from slipstream.runner.batch.kv_cache import KVCache, make_groups
 from slipstream.runner.batch.request_table import RequestTable
 from slipstream.runner.graphs.capture import CudaGraphs, GraphPool
-from slipstream.runner.graphs.dispatch import eager_descriptor
+from slipstream.runner.graphs.dispatch import descriptors, eager_descriptor
 from slipstream.runner.graphs.manager import CudaGraphManager
 from slipstream.runner.graphs.settings import GraphSettings
 from slipstream.runner.models.registry import build_model
@@ -212,13 +212,12 @@ def _graphs(setup: TinySetup) -> Any:
         return PaddedEager(setup.max_num_reqs, 8, setup.max_num_tokens)
     if setup.mode is CUDAGraphMode.NONE:
         return None
-    return CudaGraphManager.create(
-        "target",
+    wanted = descriptors(
         setup.mode,
         sorted({1, setup.num_drafts + 1}),
         (1, 2, 4, 8, 16, 32),
         setup.max_num_reqs,
         setup.max_num_tokens,
-        GraphPool(setup.recorded or CudaGraphs(setup.device)),
-        debug_compare_eager=setup.compare,
     )
+    pool = GraphPool(setup.recorded or CudaGraphs(setup.device))
+    return CudaGraphManager("target", wanted, pool, debug_compare_eager=setup.compare)

@@ -19,10 +19,10 @@ from slipstream.runner.attention.base import (
     Rotary,
 )
 from slipstream.runner.graphs.capture import GraphPool, paused_garbage_collector, spare_modules
+from slipstream.runner.graphs.dispatch import descriptors
 from slipstream.runner.graphs.manager import (
     CudaGraphManager,
     GraphMismatch,
-    MemoryByPurpose,
     relative_error,
 )
 from slipstream.runner.graphs.piecewise import BreakableState
@@ -195,16 +195,9 @@ def test_capture_order_progress_and_report() -> None:
         assert not gc.isenabled()
         return model.create_forward_fn(desc, warmup)
 
-    manager = CudaGraphManager.create(
-        "target",
-        CUDAGraphMode.FULL_AND_PIECEWISE,
-        [1],
-        (2, 4),
-        max_num_reqs=4,
-        max_num_tokens=16,
-        pool=GraphPool(graphs),
-        progress=lambda *args: progress.append(args),
-    )
+    wanted = descriptors(CUDAGraphMode.FULL_AND_PIECEWISE, [1], (2, 4), 4, 16)
+    pool = GraphPool(graphs)
+    manager = CudaGraphManager("target", wanted, pool, lambda *args: progress.append(args))
     assert manager.dispatch(2, 2, 1).mode is CUDAGraphMode.NONE  # not captured yet
     pairs = manager.capture(create)
     order = [(PIECEWISE, 4), (PIECEWISE, 2), (FULL, 4), (FULL, 2)]
@@ -336,14 +329,6 @@ def test_modules_are_spared_by_collections_of_captures_once_and_for_all() -> Non
         assert any(each is later for each in gc.get_objects())
     finally:
         gc.unfreeze()
-
-
-def test_memory_by_purpose() -> None:
-    memory = MemoryByPurpose()
-    memory.add("weights", 3 << 30)
-    memory.add("graphs", 1 << 29)
-    memory.add("graphs", 1 << 29)
-    assert memory.line() == "memory: weights 3.00 GiB, graphs 1.00 GiB"
 
 
 def test_relative_error() -> None:
