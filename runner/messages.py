@@ -274,7 +274,7 @@ class StepOutputs(msgspec.Struct, tag="step"):
 class StartRanks(msgspec.Struct, tag="ranks"):
     """The first rank of an engine on several hosts listens, and the others can be started."""
 
-    rendezvous: str
+    rendezvous: str  # see `collectives.meet`
     answers: str  # the endpoint of the ranks' answers
     commands: list[str]  # those of the commands of rank 1, 2 ...
 

@@ -6,24 +6,12 @@ without CUDA graphs can therefore do this, and graphs cannot.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-
-class AllToAll(Protocol):
-    """A collective in which every rank has something else for each other rank."""
-
-    def all_to_all(
-        self, x: Tensor, received: Sequence[int] | None = None, sent: Sequence[int] | None = None
-    ) -> Tensor:
-        """Send each rank its block of x, in order of ranks: [S, ...] -> [T, ...], also in order.
-
-        `sent` and `received` are the rows of the blocks, on the host; None: equal blocks.
-        """
+from .ranks import Communicator
 
 
 @dataclass(frozen=True)
@@ -33,7 +21,7 @@ class Transfer:
     rows: Tensor  # [S] int64: the rows for the first rank ascending, then those for the second
     sent: list[int]  # [size] rows for each rank, S in all
     received: list[int]  # [size] rows from each rank, T in all
-    communicator: AllToAll
+    communicator: Communicator
 
     @property
     def num_received(self) -> int:
@@ -58,7 +46,7 @@ class Transfer:
         return out.to(parts.dtype)
 
 
-def plan_transfer(owners: Tensor, size: int, communicator: AllToAll) -> Transfer:
+def plan_transfer(owners: Tensor, size: int, communicator: Communicator) -> Transfer:
     """Find the rows for each of `size` ranks, and ask how many rows come from each.
 
     owners: [M, k], the rank of each row's experts, or -1. A row goes to a rank once, whatever the

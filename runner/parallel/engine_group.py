@@ -9,27 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import zmq
-from torch import Tensor
 
 from ...configs.schema import ParallelConfig
 from ..group_key import connect, listen
 from ..process import EngineOrders, Hosted
-from .experts import ExpertRanks, RowExchange, SilentRows
+from .experts import ExpertRanks, RowExchange
+from .ranks import Communicator, Silent
 
 _MAX_BYTES = 4096  # of a frame between hosts, those of CURVE's handshake included
-
-
-class HostGroup(Protocol):
-    """The engines' collectives over numbers on the host."""
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """Replace x, on the host, by its sum over the engines; returns x."""
-
-    def least(self, values: Sequence[int]) -> list[int]:
-        """The least of each value over the engines."""
 
 
 class Calls:
@@ -103,7 +93,7 @@ class EngineGroup:
     rank: int  # this engine's number
     size: int  # number of engines
     experts: ExpertRanks
-    host: HostGroup
+    host: Communicator  # of the engines, for numbers on the host
     calls: Calls | None = None  # of the engine's first rank
 
     def least(self, values: Sequence[int]) -> list[int]:
@@ -117,13 +107,5 @@ def silent_group(config: ParallelConfig, device: Any) -> EngineGroup | None:
         return None
     engines, ranks = config.data_parallel_size, config.tensor_parallel_size
     is_all_to_all = config.all2all_backend == "all_to_all"
-    exchange = RowExchange(SilentRows(engines), engines, device, is_all_to_all)
-    return EngineGroup(0, engines, ExpertRanks(0, engines * ranks, exchange), _Alone())
-
-
-class _Alone:
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return x
-
-    def least(self, values: Sequence[int]) -> list[int]:
-        return list(values)
+    exchange = RowExchange(Silent(engines), engines, device, is_all_to_all)
+    return EngineGroup(0, engines, ExpertRanks(0, engines * ranks, exchange), Silent(engines))

@@ -10,28 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ...kernels.linear.moe import own_experts
-from .all_to_all import AllToAll, plan_transfer
-from .ranks import CannotDivide, Cut
+from .all_to_all import plan_transfer
+from .ranks import CannotDivide, Communicator, Cut
 
 _ALL_ROWS = (1 << 31) - 1  # outside steps, every row of a pass counts
 # rows [T, H], weights [T, k] and indices [T, k] of experts here, -1 for others -> [T, H]
 RunExperts = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-class RowCommunicator(AllToAll, Protocol):
-    """The collectives of the exchange, over the engines."""
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        """The x of every engine in order: [...] -> [size, ...]."""
-
-    def reduce_scatter(self, x: Tensor) -> Tensor:
-        """The sum over engines of this one's part: [size * n, ...] -> [n, ...]."""
 
 
 class RowExchange:
@@ -42,7 +31,7 @@ class RowExchange:
 
     def __init__(
         self,
-        communicator: RowCommunicator,
+        communicator: Communicator,  # of the engines
         size: int,
         device: torch.device,
         all_to_all: bool = False,
@@ -182,24 +171,6 @@ def _unpack(packed: Tensor, dtype: torch.dtype, top_k: int) -> tuple[Tensor, Ten
     kinds = (dtype, torch.int32, torch.float32)
     found = [part.contiguous().view(kind) for part, kind in zip(columns, kinds, strict=True)]
     return found[0], found[2], found[1]
-
-
-class SilentRows:
-    """A `RowCommunicator` without other engines, for models of meta tensors."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        return x.new_empty(self._size, *x.shape)
-
-    def reduce_scatter(self, x: Tensor) -> Tensor:
-        return x.new_empty(x.shape[0] // self._size, *x.shape[1:])
-
-    def all_to_all(
-        self, x: Tensor, received: Sequence[int] | None = None, sent: Sequence[int] | None = None
-    ) -> Tensor:
-        return torch.empty_like(x)
 
 
 def padded_counts(tokens: Sequence[int], requests: Sequence[int]) -> Tensor:

@@ -40,7 +40,6 @@ from .commands import (
 from .rank_processes import (
     HostedRanks,
     LocalRanks,
-    Meeting,
     RankProcesses,
     Rendezvous,
     open_rendezvous,
@@ -107,7 +106,7 @@ class RankGroup:
                 commands, endpoint = self._bind(f"rank{rank}", zmq.PUSH)
                 self._commands.append(commands)
                 endpoints.append(endpoint)
-            self._processes.start(Meeting(self.rendezvous, answers, endpoints))
+            self._processes.start(StartRanks(self.rendezvous, answers, endpoints))
         except BaseException:
             self._end()
             raise

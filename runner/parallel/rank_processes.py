@@ -6,22 +6,13 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from ...configs.schema import Config
 from ..messages import EnginesMeet, StartRanks
 from ..process import EngineOrders, Hosted, WorkerOrders, start_process
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """Where the first rank listens for the others."""
-
-    rendezvous: str  # see `collectives.Collectives`
-    answers: str  # the endpoint of the ranks' answers
-    commands: Sequence[str]  # of the commands of rank 1, 2 ...
 
 
 @dataclass(frozen=True)
@@ -35,7 +26,7 @@ class Host:
 class RankProcesses(Protocol):
     """The processes of the ranks 1, 2 ... as the first rank sees them."""
 
-    def start(self, meeting: Meeting) -> None:
+    def start(self, meeting: StartRanks) -> None:
         """Start the processes, or have them started. Raises OSError."""
 
     def ended(self) -> Iterator[tuple[int, int]]:
@@ -56,7 +47,7 @@ class LocalRanks:
         self._config, self._engines = config, engines
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def start(self, meeting: Meeting) -> None:
+    def start(self, meeting: StartRanks) -> None:
         size = self._config.parallel.tensor_parallel_size
         for rank, endpoint in enumerate(meeting.commands, 1):
             orders = WorkerOrders(
@@ -104,8 +95,8 @@ class HostedRanks:
         """`tell` sends a message to the server."""
         self._tell = tell
 
-    def start(self, meeting: Meeting) -> None:
-        self._tell(StartRanks(meeting.rendezvous, meeting.answers, list(meeting.commands)))
+    def start(self, meeting: StartRanks) -> None:
+        self._tell(meeting)
 
     def ended(self) -> Iterator[tuple[int, int]]:
         return iter(())

@@ -31,6 +31,17 @@ class Communicator(Protocol):
     def all_gather(self, x: Tensor) -> Tensor:
         """The x of every rank in order of ranks: [...] -> [size, ...]."""
 
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """The sum over ranks of this one's part: [size * n, ...] -> [n, ...]."""
+
+    def all_to_all(
+        self, x: Tensor, received: Sequence[int] | None = None, sent: Sequence[int] | None = None
+    ) -> Tensor:
+        """Send each rank its block of x, in order of ranks: [S, ...] -> [T, ...], also in order.
+
+        `sent` and `received` are the rows of the blocks, on the host; None: equal blocks.
+        """
+
     def least(self, values: Sequence[int]) -> list[int]:
         """The least of each value over the ranks. It waits for the device; start-up only."""
 
@@ -87,6 +98,14 @@ class Silent:
 
     def all_gather(self, x: Tensor) -> Tensor:
         return x.new_empty(self._size, *x.shape)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return x.new_empty(x.shape[0] // self._size, *x.shape[1:])
+
+    def all_to_all(
+        self, x: Tensor, received: Sequence[int] | None = None, sent: Sequence[int] | None = None
+    ) -> Tensor:
+        return torch.empty_like(x)
 
     def least(self, values: Sequence[int]) -> list[int]:
         return list(values)

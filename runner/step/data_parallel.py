@@ -18,9 +18,10 @@ from torch import Tensor
 from ...configs.graphs import BatchExecutionDescriptor, CUDAGraphMode
 from ..errors import DataParallelError
 from ..graphs.dispatch import eager_descriptor
-from ..parallel.engine_group import EngineGroup, HostGroup
+from ..parallel.engine_group import EngineGroup
 from ..parallel.expert_loads import ExpertLoads, find_loads
 from ..parallel.experts import RowExchange, padded_counts
+from ..parallel.ranks import Communicator
 from .target import Target
 
 NUM_ROWS = 7  # of the table that ranks share, with one column per rank
@@ -164,7 +165,7 @@ class DataParallelSync:
         idle_query_len: int,
         rank: int,
         size: int,
-        host: HostGroup,
+        host: Communicator,
         exchange: RowExchange | None = None,  # of the ranks' MoE layers
         call: Callable[[int], None] | None = None,  # calls the other ranks to a wave
         loads: ExpertLoads | None = None,
