@@ -12,10 +12,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from ...configs.schema import Config
-from ..grammars.grammar import GrammarBackend
-from ..grammars.pool import build_grammar_backend
+from ..grammars.pool import GrammarPool, build_grammar_backend
 from ..messages import (
     AbortRequests,
     AddRequest,
@@ -44,8 +44,11 @@ from ..scheduling.step_time import StepTimes
 from ..startup.compile_ahead import start_ahead
 from .lockstep import Lockstep
 from .request_grammars import RequestGrammars
-from .runner_interface import Handle, ModelRunner
 from .swap import DraftSwap
+
+if TYPE_CHECKING:
+    from ..batch.step_output import StepHandle
+    from ..step.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +65,7 @@ class Engine:
         scheduler: Scheduler,
         ready: Ready,
         max_in_flight: int,
-        grammar_backend: GrammarBackend | None = None,
+        grammar_backend: GrammarPool | None = None,
         drafts: DraftPlanner | None = None,  # None without a drafter
         lockstep: Lockstep | None = None,  # with engines that share the experts
     ) -> None:
@@ -75,12 +78,12 @@ class Engine:
         self._swap = DraftSwap(runner, drafts, scheduler.take_news, scheduler.kv.forget_contents)
         self._scheduler = scheduler
         self._max_in_flight = max_in_flight
-        self._in_flight: deque[tuple[StepPlan, Handle, list[int]]] = deque()
+        self._in_flight: deque[tuple[StepPlan, StepHandle, list[int]]] = deque()
         # The step that has been launched up to its logits and waits for its grammar masks.
         self._forwarded: StepPlan | None = None
         self._grammars = RequestGrammars(scheduler, grammar_backend)
 
-    def set_grammar_backend(self, backend: GrammarBackend) -> None:
+    def set_grammar_backend(self, backend: GrammarPool) -> None:
         """Enable structured output. The backend prepares itself in another thread."""
         self._grammars.set_backend(backend)
 

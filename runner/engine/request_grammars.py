@@ -11,7 +11,8 @@ from concurrent.futures import Future, wait
 
 import numpy as np
 
-from ..grammars.grammar import ALL_ALLOWED, GrammarBackend, GrammarMatcher, GrammarTooSlow, MaskJob
+from ..grammars.grammar import ALL_ALLOWED, GrammarMatcher, GrammarTooSlow, MaskJob
+from ..grammars.pool import GrammarPool
 from ..messages import GrammarSpec
 from ..scheduling.plan import StepPlan
 from ..scheduling.request import Request
@@ -29,7 +30,7 @@ BUSY_ERROR = "The server was too busy with other grammars to compile this one; t
 class RequestGrammars:
     """The grammars of one scheduler's requests. Without a backend, requests with a grammar fail."""
 
-    def __init__(self, scheduler: Scheduler, backend: GrammarBackend | None = None) -> None:
+    def __init__(self, scheduler: Scheduler, backend: GrammarPool | None = None) -> None:
         self._scheduler = scheduler
         self._backend = backend
         # request id -> its grammar, and when it must be there (time.monotonic())
@@ -39,7 +40,7 @@ class RequestGrammars:
     def is_compiling(self) -> bool:
         return bool(self._compiling)
 
-    def set_backend(self, backend: GrammarBackend) -> None:
+    def set_backend(self, backend: GrammarPool) -> None:
         """Enable structured output. The backend prepares itself in another thread."""
         self._backend = backend
         backend.prepare()

@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..errors import why_unreadable
 from ..messages import ChangeSpeculator, SpeculatorChanged, StepOutputs
@@ -19,6 +19,7 @@ from ..messages import ChangeSpeculator, SpeculatorChanged, StepOutputs
 if TYPE_CHECKING:
     from ..drafters.exchange import Exchange
     from ..scheduling.draft_planner import DraftPlanner
+    from ..step.model_runner import ModelRunner
 
 _POLL_SECONDS = 0.02  # how long an otherwise idle step waits for a checkpoint
 _LOAD_SECONDS = 300.0  # time limit for loading a checkpoint, its download included
@@ -26,30 +27,12 @@ _END_SECONDS = 2.0  # at shutdown, how long to wait for a load that has not fini
 _METHODS = ("eagle", "eagle3")
 
 
-class ExchangesDrafter(Protocol):
-    """The part of a model runner that swapping a drafter needs."""
-
-    @property
-    def speculator(self) -> Any:
-        """The drafter, or None."""
-
-    def exchange_drafter(self, swap: Callable[[], None]) -> None:
-        """Run `swap`, which changes the drafter's weights, between two steps."""
-
-    def load_elsewhere(self, model: str) -> Callable[[], str | None]:
-        """Let the other ranks of the model load a drafter. Returns a function that waits for them,
-        and returns a sentence if one of them failed."""
-
-    def drop_elsewhere(self) -> None:
-        """Let the other ranks forget the drafter that they have loaded."""
-
-
 class DraftSwap:
     """Serves `ChangeSpeculator` messages; the engine polls it once per step."""
 
     def __init__(
         self,
-        runner: ExchangesDrafter,
+        runner: ModelRunner,
         drafts: DraftPlanner | None,
         news: Callable[[], StepOutputs],
         forget_kv: Callable[[], None],

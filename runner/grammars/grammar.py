@@ -1,20 +1,18 @@
-"""The interface of structured output: matchers, which know the allowed tokens, and their back end.
+"""The interface of structured output: matchers, which know the allowed tokens.
 
 The model runner sees only bitmasks: bit t of a line is set if token t is allowed. The extra ids of
-a padded vocabulary are never allowed. A `GrammarBackend` hides how grammars are compiled.
+a padded vocabulary are never allowed.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from ..messages import GrammarSpec, SamplingParams
+from ..messages import SamplingParams
 
 ALL_ALLOWED = -1  # an int32 with every bit set
 TOO_SLOW = (
@@ -53,31 +51,6 @@ class GrammarMatcher(Protocol):
         """Write the mask of the next token into `line`, [ceil(V / 32)] int32."""
 
 
-class GrammarBackend(ABC):
-    """Compiles grammars and fills the masks of steps."""
-
-    @abstractmethod
-    def prepare(self) -> None:
-        """Start preparing what the first grammar needs, without blocking."""
-
-    @abstractmethod
-    def compile(self, spec: GrammarSpec) -> Future[GrammarMatcher]:
-        """Start compiling; the future yields a matcher at the grammar's start, or raises ValueError
-        if the grammar is invalid."""
-
-    def fill(self, jobs: Sequence[MaskJob]) -> None:
-        """Fill the masks of a step. A fault in a grammar is stored in its job's `error`."""
-        for job in jobs:
-            try:
-                job.num_cut = fill_rows(job.matcher, job.draft_ids, job.lines)
-            except Exception as error:
-                job.error = error
-
-    @abstractmethod
-    def shutdown(self) -> None:
-        """Stop compiling."""
-
-
 @dataclass(eq=False, slots=True)
 class MaskJob:
     """The masks that one row of a step needs."""
@@ -89,25 +62,15 @@ class MaskJob:
     error: Exception | None = None
 
 
-def fill_rows(matcher: GrammarMatcher, draft_ids: Sequence[int], lines: np.ndarray) -> int:
+def fill_lines(
+    matcher: GrammarMatcher, draft_ids: Sequence[int], lines: np.ndarray
+) -> tuple[int, int]:
     """Fill one request's mask lines, [drafts + 1, ceil(V / 32)]; restore the matcher's position.
 
     Line j allows the tokens that may follow drafts 0 .. j-1. The drafts are cut at the first one
     that the grammar forbids or that is a placeholder (-1): the line at its position masks it, so
-    the sampler rejects it, and later lines, which are never reached, repeat that line. Returns the
-    number of real drafts that are cut.
-    """
-    num_filled, num_cut = fill_lines(matcher, draft_ids, lines)
-    lines[num_filled:] = lines[num_filled - 1]
-    return num_cut
-
-
-def fill_lines(
-    matcher: GrammarMatcher, draft_ids: Sequence[int], lines: np.ndarray
-) -> tuple[int, int]:
-    """Like `fill_rows`, but fills only the lines up to the first cut.
-
-    Returns how many lines it filled and how many real drafts are cut.
+    the sampler rejects it, and later lines, which are never reached, are not filled. Returns how
+    many lines it filled and how many real drafts are cut.
     """
     num_accepted = 0
     for index in range(len(lines)):

@@ -24,7 +24,7 @@ import msgspec
 
 from ..messages import GrammarSpec
 from ..process import describe_exit
-from .grammar import GrammarBackend, GrammarMatcher, MaskJob
+from .grammar import GrammarMatcher, MaskJob
 from .process import (
     COMMAND,
     KILL,
@@ -56,8 +56,8 @@ def build_grammar_backend(
     vocab_type: str,
     eos_ids: Sequence[int],
     vocab_size: int,
-) -> GrammarBackend:
-    """Create a backend for a vocabulary in id order, without blocking. Control tokens are b"".
+) -> GrammarPool:
+    """Create a pool for a vocabulary in id order, without blocking. Control tokens are b"".
 
     `vocab_type` says how tokens are written: "raw" (they are the bytes), "byte_fallback" (<0x0A>
     and a metaspace, as in sentencepiece) or "byte_level" (GPT-2's alphabet). `vocab_size` is the
@@ -69,7 +69,7 @@ def build_grammar_backend(
     return GrammarPool(Vocabulary(tokens, vocab_type, stops, vocab_size))
 
 
-class GrammarPool(GrammarBackend):
+class GrammarPool:
     """Compiles each grammar in its own process, which is killed when no request waits for it."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -85,9 +85,12 @@ class GrammarPool(GrammarBackend):
         self._pool = ThreadPoolExecutor(MAX_COMPILING, thread_name_prefix="grammar")
 
     def prepare(self) -> None:
+        """Start preparing what the first grammar needs, without blocking."""
         self.compile(GrammarSpec("json_object"))
 
     def compile(self, spec: GrammarSpec) -> Future[GrammarMatcher]:
+        """Start compiling; the future yields a matcher at the grammar's start, or raises ValueError
+        if the grammar is invalid."""
         future: Future[GrammarMatcher] = Future()
         with self._lock:
             process = self._find(spec)
@@ -101,6 +104,7 @@ class GrammarPool(GrammarBackend):
         return future
 
     def fill(self, jobs: Sequence[MaskJob]) -> None:
+        """Fill the masks of a step. A fault in a grammar is stored in its job's `error`."""
         fill_remote(jobs)
 
     def shutdown(self) -> None:

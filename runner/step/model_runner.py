@@ -156,10 +156,8 @@ class ModelRunner:
         """Raise RunnerError if other ranks have failed; there are none here."""
 
     def abandon(self) -> None:
-        """Take the place of `shutdown` where steps in flight may wait for other engines for ever.
-
-        The process must end next.
-        """
+        """End other ranks of the model, in place of `shutdown`, where steps in flight may wait for
+        other engines for ever. The process must end next."""
 
     def warm_up(self) -> None:
         """Run a small step on dummy rows and wait for it, so that no request waits for set-up."""
@@ -215,10 +213,12 @@ class ModelRunner:
         self._queue.call(job)
 
     def load_elsewhere(self, model: str) -> Callable[[], str | None]:
+        """Let the other ranks of the model load a drafter. Returns a function that waits for them,
+        and returns a sentence if one of them failed."""
         return lambda: None
 
     def drop_elsewhere(self) -> None:
-        """See `ExchangesDrafter`."""
+        """Let the other ranks forget the drafter that they have loaded."""
 
     def synchronize(self) -> None:
         """Wait until everything launched so far has run, including drafting."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from slipstream.configs.schema import CacheConfig, Config, SchedulerConfig
 from slipstream.runner.engine.engine import Engine, join
-from slipstream.runner.grammars.grammar import GrammarBackend, GrammarMatcher
+from slipstream.runner.grammars.grammar import GrammarMatcher, MaskJob, fill_lines
 from slipstream.runner.messages import (
     AbortRequests,
     AddRequest,
@@ -83,7 +83,14 @@ class ParityMatcher:
         line[:] = np.packbits(bits, bitorder="little").view(np.int32)
 
 
-class ParityBackend(GrammarBackend):
+def fill_rows(matcher: GrammarMatcher, draft_ids: Sequence[int], lines: np.ndarray) -> int:
+    """Fill all of a request's mask lines; returns the number of real drafts that are cut."""
+    num_filled, num_cut = fill_lines(matcher, draft_ids, lines)
+    lines[num_filled:] = lines[num_filled - 1]
+    return num_cut
+
+
+class ParityBackend:
     """Compiles "parity" when told to (`finish_all`), and refuses everything else."""
 
     def __init__(self, vocab_size: int, at_once: bool = True) -> None:
@@ -114,6 +121,13 @@ class ParityBackend(GrammarBackend):
     def take_waiting(self) -> list[tuple[GrammarSpec, Future[GrammarMatcher]]]:
         waiting, self._waiting = self._waiting, []
         return waiting
+
+    def fill(self, jobs: Sequence[MaskJob]) -> None:
+        for job in jobs:
+            try:
+                job.num_cut = fill_rows(job.matcher, job.draft_ids, job.lines)
+            except Exception as error:
+                job.error = error
 
     def shutdown(self) -> None:
         self.was_shut_down = True

@@ -14,8 +14,7 @@ from uuid import UUID
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from slipstream.configs.schema import SpeculativeConfig
-from slipstream.runner.grammars.grammar import GrammarBackend
-from slipstream.runner.grammars.pool import build_grammar_backend
+from slipstream.runner.grammars.pool import GrammarPool, build_grammar_backend
 from slipstream.runner.messages import AddRequest, GrammarSpec, SamplingParams, SetVocabulary
 from slipstream.server.json_schema import prepare_schema
 
@@ -238,12 +237,12 @@ def run(engine: TinyEngine, asked: list[AddRequest]) -> Answers:
     return answers
 
 
-def backend() -> GrammarBackend:
+def backend() -> GrammarPool:
     """A separate grammar compiler, to check the engine's output."""
     return build_grammar_backend(TOKENS, "raw", [EOS], VOCAB)
 
 
-def check(answers: Answers, asked: list[AddRequest], judge: GrammarBackend) -> None:
+def check(answers: Answers, asked: list[AddRequest], judge: GrammarPool) -> None:
     """Check that every answer stopped by itself, is valid, and has no token that the grammar
     forbids."""
     for request in asked:

@@ -12,7 +12,7 @@ from scipy.stats import chisquare
 from transformers import LlamaForCausalLM
 
 from slipstream.configs.speculative import METHODS as KNOWN_METHODS
-from slipstream.runner.grammars.grammar import GrammarBackend
+from slipstream.runner.grammars.pool import GrammarPool
 from slipstream.runner.messages import AddRequest, GrammarSpec, SamplingParams
 
 from ..cases import some
@@ -48,13 +48,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 @pytest.fixture(scope="module")
-def judge() -> Iterator[GrammarBackend]:
+def judge() -> Iterator[GrammarPool]:
     judge = backend()
     yield judge
     judge.shutdown()
 
 
-def prove(models: Models, judge: GrammarBackend, method: str, copies: int) -> Answers:
+def prove(models: Models, judge: GrammarPool, method: str, copies: int) -> Answers:
     """Run all cases with few KV blocks, so that many requests are preempted."""
     engine = models.engine(method, **TIGHT)
     asked = requests([*range(len(CASES))] * copies, seed=copies)
@@ -76,7 +76,7 @@ def greedy(answers: Answers) -> dict[str, list[int]]:
     "methods", [("draft_model",), pytest.param(METHODS[1:], marks=pytest.mark.slow)]
 )
 def test_trap_14_24_schemas_with_drafters_are_valid_and_greedy_answers_do_not_depend_on_them(
-    models: Models, judge: GrammarBackend, methods: tuple[str, ...]
+    models: Models, judge: GrammarPool, methods: tuple[str, ...]
 ) -> None:
     found = {method: greedy(prove(models, judge, method, 2)) for method in ("off", *methods)}
     assert all(answers == found["off"] for answers in found.values())
@@ -85,7 +85,7 @@ def test_trap_14_24_schemas_with_drafters_are_valid_and_greedy_answers_do_not_de
 
 @pytest.mark.parametrize("method", some(MORE_METHODS, ("mtp",)))
 def test_24_schemas_are_valid_with_the_drafters_of_other_targets(
-    models: Models, judge: GrammarBackend, method: str
+    models: Models, judge: GrammarPool, method: str
 ) -> None:
     prove(models, judge, method, 1)
 
@@ -97,7 +97,7 @@ def test_every_method_is_proven() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS + MORE_METHODS)
 def test_trap_14_24_schemas_times_16_are_valid(
-    models: Models, judge: GrammarBackend, method: str
+    models: Models, judge: GrammarPool, method: str
 ) -> None:
     prove(models, judge, method, 16)
 

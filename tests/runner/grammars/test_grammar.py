@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slipstream.runner.grammars.grammar import GrammarBackend, fill_rows
-from slipstream.runner.grammars.pool import build_grammar_backend
+from slipstream.runner.grammars.pool import GrammarPool, build_grammar_backend
 from slipstream.runner.grammars.text import MAX_GRAMMAR_CHARS, choice_grammar
 from slipstream.runner.messages import GrammarSpec
 from slipstream.runner.scheduling.kv_blocks import BlockGroup
 
-from ..schedule_bench import Bench, ParityMatcher
+from ..schedule_bench import Bench, ParityMatcher, fill_rows
 
 EOS = 0
 # Token 0 ends, token t is byte t, and some longer pieces follow.
@@ -28,7 +27,7 @@ LINE = VOCAB_SIZE // 32
 
 
 @pytest.fixture(scope="module")
-def backend() -> Iterator[GrammarBackend]:
+def backend() -> Iterator[GrammarPool]:
     backend = build_grammar_backend(VOCAB, "raw", [EOS], VOCAB_SIZE)
     yield backend
     backend.shutdown()
@@ -70,14 +69,14 @@ def test_a_missing_draft_cuts_and_is_not_counted() -> None:
     assert second == third == fourth
 
 
-def test_trap_14_a_placeholder_never_passes_for_a_token(backend: GrammarBackend) -> None:
+def test_trap_14_a_placeholder_never_passes_for_a_token(backend: GrammarPool) -> None:
     matcher = backend.compile(GrammarSpec("regex", "a+")).result()
     for token_id in (-1, VOCAB_SIZE):
         with pytest.raises(ValueError, match="not a valid token id"):
             matcher.accept(token_id)
 
 
-def test_the_library_masks_the_padding_and_what_the_regex_forbids(backend: GrammarBackend) -> None:
+def test_the_library_masks_the_padding_and_what_the_regex_forbids(backend: GrammarPool) -> None:
     matcher = backend.compile(GrammarSpec("regex", "ab?")).result()
     a, b = ord("a"), ord("b")
     lines, num_cut = lines_of(matcher, [a, b, EOS], 4)
@@ -102,7 +101,7 @@ def test_the_library_masks_the_padding_and_what_the_regex_forbids(backend: Gramm
     ],
 )
 def test_an_invalid_grammar_is_a_value_error(
-    backend: GrammarBackend, spec: GrammarSpec, word: str
+    backend: GrammarPool, spec: GrammarSpec, word: str
 ) -> None:
     with pytest.raises(ValueError, match=word) as caught:
         backend.compile(spec).result(timeout=30)
@@ -117,7 +116,7 @@ def test_an_invalid_grammar_is_a_value_error(
         'start: list\nlist: "SELECT " item\nitem: NAME | item "," NAME\nNAME: "a".."c"',
     ],
 )
-def test_a_grammar_may_be_ebnf_or_lark(backend: GrammarBackend, grammar: str) -> None:
+def test_a_grammar_may_be_ebnf_or_lark(backend: GrammarPool, grammar: str) -> None:
     def accepts(text: bytes) -> bool:
         matcher = backend.compile(GrammarSpec("grammar", grammar)).result(timeout=30)
         return all(map(matcher.accept, text)) and matcher.accept(EOS)
@@ -126,7 +125,7 @@ def test_a_grammar_may_be_ebnf_or_lark(backend: GrammarBackend, grammar: str) ->
     assert not accepts(b"SELECT d") and not accepts(b"SELECT a,") and not accepts(b"SELECT")
 
 
-def test_a_choice_allows_its_strings_whatever_they_contain(backend: GrammarBackend) -> None:
+def test_a_choice_allows_its_strings_whatever_they_contain(backend: GrammarPool) -> None:
     choices = ['say "hi"', "tab\there", "line\nbreak", "é\\", "😀", "a\U0010ffff\u2028", "\x01\x7f"]
     spec = GrammarSpec("choice", json.dumps(choices))
     for choice in choices:
@@ -146,7 +145,7 @@ def test_a_choice_allows_its_strings_whatever_they_contain(backend: GrammarBacke
         GrammarSpec("json_schema", json.dumps({"type": "string", "pattern": r"^\ud83d\ude00$"})),
     ],
 )
-def test_a_surrogate_pair_is_one_character(backend: GrammarBackend, spec: GrammarSpec) -> None:
+def test_a_surrogate_pair_is_one_character(backend: GrammarPool, spec: GrammarSpec) -> None:
     text = '"😀"' if spec.kind == "json_schema" else "😀"
     matcher = backend.compile(spec).result(timeout=30)
     assert all(matcher.accept(byte) for byte in text.encode()) and matcher.accept(EOS)
@@ -154,7 +153,7 @@ def test_a_surrogate_pair_is_one_character(backend: GrammarBackend, spec: Gramma
         backend.compile(GrammarSpec("regex", r"\ud83d")).result(timeout=30)
 
 
-def test_many_may_compile_at_once(backend: GrammarBackend) -> None:
+def test_many_may_compile_at_once(backend: GrammarPool) -> None:
     with ThreadPoolExecutor(4) as pool:
         specs = [GrammarSpec("regex", f"[a-c]{{{n}}}") for n in (1, 2, 3, 1, 2, 3)]
         futures = list(pool.map(backend.compile, specs))
@@ -189,7 +188,7 @@ def is_valid(value: Any, schema: dict[str, Any]) -> bool:
 
 
 def test_trap_14_every_answer_fits_its_schema_through_drafts_preemption_and_reordering(
-    backend: GrammarBackend,
+    backend: GrammarPool,
 ) -> None:
     specs = [GrammarSpec("json_schema", json.dumps(schema)) for schema in SCHEMAS]
     kept = [backend.compile(spec).result(timeout=30) for spec in specs]  # no request waits
@@ -222,7 +221,7 @@ def test_trap_14_every_answer_fits_its_schema_through_drafts_preemption_and_reor
     del kept
 
 
-def test_a_json_object_is_an_object_of_any_shape(backend: GrammarBackend) -> None:
+def test_a_json_object_is_an_object_of_any_shape(backend: GrammarPool) -> None:
     for text, is_object in (
         ('{"a":[1,{}],\n        "b": null}', True),
         ("[1]", False),
@@ -232,7 +231,7 @@ def test_a_json_object_is_an_object_of_any_shape(backend: GrammarBackend) -> Non
         assert all(matcher.accept(byte) for byte in text.encode()) == is_object
 
 
-def test_blanks_in_json_are_bounded(backend: GrammarBackend) -> None:
+def test_blanks_in_json_are_bounded(backend: GrammarPool) -> None:
     matcher = backend.compile(GrammarSpec("json_object")).result()
     assert matcher.accept(ord("{"))
     accepted = 0
@@ -242,7 +241,7 @@ def test_blanks_in_json_are_bounded(backend: GrammarBackend) -> None:
     assert accepted >= 8
 
 
-def test_a_number_follows_its_pattern(backend: GrammarBackend) -> None:
+def test_a_number_follows_its_pattern(backend: GrammarPool) -> None:
     bench = Bench(num_drafts=2, vocab_size=VOCAB_SIZE)
     bench.engine.set_grammar_backend(backend)
     bench.add("a", [1, 2, 3], max_tokens=30, grammar=GrammarSpec("regex", "[0-9]{3}-[0-9]{2}"))
@@ -251,7 +250,7 @@ def test_a_number_follows_its_pattern(backend: GrammarBackend) -> None:
     assert re.fullmatch("[0-9]{3}-[0-9]{2}", text)
 
 
-def test_a_grammar_that_no_text_satisfies_is_an_error(backend: GrammarBackend) -> None:
+def test_a_grammar_that_no_text_satisfies_is_an_error(backend: GrammarPool) -> None:
     for spec in (
         GrammarSpec("json_schema", '{"$ref": "#"}'),
         GrammarSpec("grammar", 'root ::= root "a"'),
@@ -260,19 +259,19 @@ def test_a_grammar_that_no_text_satisfies_is_an_error(backend: GrammarBackend) -
             backend.compile(spec).result(timeout=30)
 
 
-def test_a_grammar_too_long_to_compile_in_time_is_an_error(backend: GrammarBackend) -> None:
+def test_a_grammar_too_long_to_compile_in_time_is_an_error(backend: GrammarPool) -> None:
     spec = GrammarSpec("regex", "a" * (MAX_GRAMMAR_CHARS + 1))
     with pytest.raises(ValueError, match="longer"):
         backend.compile(spec).result(timeout=30)
 
 
-def test_an_error_does_not_show_the_librarys_files(backend: GrammarBackend) -> None:
+def test_an_error_does_not_show_the_librarys_files(backend: GrammarPool) -> None:
     with pytest.raises(ValueError, match="^Regex parsing error") as caught:
         backend.compile(GrammarSpec("regex", "(?=a)b")).result(timeout=30)
     assert ".cc" not in str(caught.value)
 
 
-def test_python_runs_on_while_a_grammar_compiles(backend: GrammarBackend) -> None:
+def test_python_runs_on_while_a_grammar_compiles(backend: GrammarPool) -> None:
     """The engine's thread needs the GIL at every step."""
     names = [f"k{n}" for n in range(400)]
     properties = {name: {"type": "string", "pattern": "^[a-z]{3,20}$"} for name in names}
@@ -288,7 +287,7 @@ def test_python_runs_on_while_a_grammar_compiles(backend: GrammarBackend) -> Non
     assert longest < (last - start) / 2
 
 
-def test_a_repeated_grammar_is_compiled_once(backend: GrammarBackend) -> None:
+def test_a_repeated_grammar_is_compiled_once(backend: GrammarPool) -> None:
     properties = {f"p{n}": {"type": "integer"} for n in range(300)}
     spec = GrammarSpec("json_schema", json.dumps({"type": "object", "properties": properties}))
     seconds = []

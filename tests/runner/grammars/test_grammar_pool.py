@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 
 from slipstream.runner.grammars import remote
-from slipstream.runner.grammars.grammar import GrammarTooSlow, MaskJob, fill_rows
+from slipstream.runner.grammars.grammar import GrammarTooSlow, MaskJob
 from slipstream.runner.grammars.pool import GrammarPool, build_grammar_backend
 from slipstream.runner.grammars.remote import RemoteMatcher
 from slipstream.runner.messages import GrammarSpec
 
+from ..schedule_bench import fill_rows
 from .pool_probe import (
     AMBIGUOUS,
     EOS,

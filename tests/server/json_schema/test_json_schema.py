@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.runner.grammars.grammar import GrammarBackend
-from slipstream.runner.grammars.pool import build_grammar_backend
+from slipstream.runner.grammars.pool import GrammarPool, build_grammar_backend
 from slipstream.runner.messages import GrammarSpec
 from slipstream.server.errors import InvalidRequest
 from slipstream.server.json_schema import SchemaError, check_shape, prepare_schema
@@ -21,14 +20,14 @@ INT, STR = {"type": "integer"}, {"type": "string"}
 
 
 @pytest.fixture(scope="module")
-def backend() -> Iterator[GrammarBackend]:
+def backend() -> Iterator[GrammarPool]:
     vocabulary = [b"", *(bytes([byte]) for byte in range(1, 256))]
     backend = build_grammar_backend(vocabulary, "raw", [0], 256)
     yield backend
     backend.shutdown()
 
 
-def accepts(backend: GrammarBackend, schema: Any, text: str) -> bool:
+def accepts(backend: GrammarPool, schema: Any, text: str) -> bool:
     matcher = backend.compile(GrammarSpec("json_schema", json.dumps(schema))).result(timeout=60)
     return all(matcher.accept(byte) for byte in text.encode()) and matcher.accept(0)
 
@@ -77,7 +76,7 @@ def an_object(**more: Any) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_a_prepared_schema_allows_no_more_than_the_given_one(
-    backend: GrammarBackend, schema: dict[str, Any], good: str, bad: str
+    backend: GrammarPool, schema: dict[str, Any], good: str, bad: str
 ) -> None:
     before = json.dumps(schema)
     for strict in (True, False):
@@ -108,7 +107,7 @@ def test_a_prepared_schema_allows_no_more_than_the_given_one(
     ],
 )
 def test_unenforceable_keywords_are_refused_if_strict_and_dropped_otherwise(
-    backend: GrammarBackend, schema: dict[str, Any], word: str
+    backend: GrammarPool, schema: dict[str, Any], word: str
 ) -> None:
     with pytest.raises(SchemaError, match=word):
         prepare_schema(schema, strict=True)
