@@ -33,8 +33,6 @@ from slipstream.server.text.tokenizer_source import TokenizerLoadError
 
 from ...cases import some
 
-pytestmark = pytest.mark.usefixtures("frozen_again")
-
 HANG = 60_003  # as in fake_engine
 SETTLED_HEAP = launch._settled_heap
 
@@ -136,6 +134,7 @@ async def test_no_collection_walks_what_the_start_made_while_requests_are_answer
     os.kill(os.getpid(), signal.SIGTERM)
     assert await run.end() == 0
     assert (gc.get_threshold(), gc.get_freeze_count()) == before
+    gc.freeze()  # again, as `freeze_imports` in tests/conftest.py has done
 
 
 # The shared servers of tests/conftest.py end their sessions by the other two, with a stream open.
