@@ -38,16 +38,17 @@ with contextlib.suppress(ImportError):  # a GPU machine may do without it
 
 # Folders and files of `tests` that each process of `make test` runs; the last one has all others. A
 # file or folder in another's folder goes to its own process. The first process waits for servers
-# for half of its time, so that three keep two cores busy. The other two need about the same time of
-# a processor.
+# for half of its time, and the second for workers and clients for a third of it, so that three keep
+# two cores busy. The second imports no model of transformers, and the last forks all workers that
+# are forks (`forked_workers`), because both take seconds to import.
 PARTS: tuple[tuple[str, ...], ...] = (
     ("end_to_end", "reliability"),
+    ("server", "configs", "deployment", "kernels"),
     (
-        *("server", "configs", "deployment", "kernels", "speculators/draft_length"),
-        *("runner/batch", "runner/grammars", "runner/graphs", "runner/loading", "runner/sampling"),
-        "runner/scheduling",
+        "server/chat_templates/test_transformers_equality.py",
+        "server/engine/test_sharing_engines.py",
+        "server/hosts/test_sharing_nodes.py",
     ),
-    (),
 )
 PROCESSES = len(PARTS)
 # So much do the others give way to the servers, whose tests measure times.
