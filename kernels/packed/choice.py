@@ -22,6 +22,7 @@ from .kinds import (
     Quantised,
     Row,
     fits,
+    fits_few_rows,
     fits_gemv,
     fits_small_groups,
     format_name,
@@ -29,6 +30,7 @@ from .kinds import (
 from .tuned import tuned_choices
 
 EXACT_ROWS = 64  # up to here, activations have 16 bits
+FEW_ROWS = 16  # up to here, words of small groups go straight to registers
 
 
 # block_n, stages, num_warps, split_k, block_m (by default the rows, up to 64)
@@ -60,6 +62,8 @@ def choose_packed(weight: Weight, role: str, num_rows: int) -> PackedChoice:
         return measured
     if bucket == 1 and fits_small_groups(weight):
         return _direct(weight, shape)
+    if num_rows <= FEW_ROWS and fits_few_rows(weight):
+        return _few_rows(shape)
     if bucket == 1 and fits_gemv(weight) and (role != "gate_up" or weight.row_group == 1):
         return _GEMVS.get(format_name(weight), {}).get(role, Gemv(4, 1024, 4))
     return _skinny(weight, shape, bucket)
@@ -79,11 +83,22 @@ def can_quantise(weight: TiledWeight) -> bool:
 
 
 def _direct(weight: TiledWeight, shape: Shape) -> Direct:
-    """The kernel for one row of a type of GGUF. With scales of one level and less than 8 bits, the
-    words of two steps are loaded ahead, because the compiler spills registers with one."""
-    ahead = 2 if weight.super_scales is None and weight.kind != "int8" else 1
-    split_k = 2 if shape.may_split and shape.outputs < 8192 and shape.inputs >= 8192 else 1
-    return Direct(1, 4, ahead, split_k)
+    """The kernel for one row of a type of GGUF: the fastest on an H200 for Llama 3 8B's layers."""
+    is_five, is_six = weight.kind == "int5", weight.kind == "int6"
+    one_level = weight.super_scales is None
+    if shape.may_split and shape.outputs <= 4096:  # few programs
+        if shape.inputs > 8192 and not is_six and (one_level or not is_five):
+            return Direct(1, 8, 1)
+        return Direct(1, 4, 2 if is_six else 1, split_k=2)
+    if shape.may_split:
+        return Direct(1, 4, 1, split_k=2) if is_five and one_level else Direct(1, 4, 2)
+    return Direct(1, 4, 2 if is_six or (one_level and not is_five) else 1)
+
+
+def _few_rows(shape: Shape) -> Direct:
+    """The kernel for 2 to 16 rows of a type of GGUF."""
+    split_k = 2 if shape.may_split and shape.outputs <= 4096 else 1
+    return Direct(1, 4, 1, split_k, norm=0)
 
 
 def _skinny(weight: TiledWeight, shape: Shape, bucket: int) -> Skinny:

@@ -121,6 +121,11 @@ def fits_small_groups(weight: TiledWeight) -> bool:
     return small and (weight.high is not None or weight.group < weight.columns)
 
 
+def fits_few_rows(weight: TiledWeight) -> bool:
+    """Whether the kernel of `Direct` for 2 to 16 rows knows the format."""
+    return fits_small_groups(weight) and weight.scales.dim() == 3
+
+
 def fits_codes(weight: TiledWeight) -> bool:
     """Whether the kernel of `Codes` knows the format: e4m3 with scales of rows, or of 128
     columns."""

@@ -206,6 +206,11 @@ def _multiply(
         from .triton import packed_gemv
 
         out = packed_gemv.multiply(x, weight, choice, mode, bias, activation, norm, residual)
+    elif isinstance(choice, Direct) and x.shape[0] > 1:
+        from .planes.triton import few_rows
+
+        assert norm is None
+        out = few_rows.multiply(x, weight, choice, mode, bias, activation, residual)
     elif isinstance(choice, Direct) and fits_small_groups(weight):
         from .planes.triton import direct_groups
 

@@ -117,6 +117,10 @@ def candidates(name: str, shape: Shape, rows: int) -> Iterator[PackedChoice]:
         for warps, ahead in ((4, 1), (4, 2), (8, 1), (2, 2)):
             for split_k in (1, 2) if shape.may_split else (1,):
                 yield Direct(1, warps, ahead, split_k)
+    if 1 < rows <= 16 and small and name not in ("q5k8", "q6k8"):
+        for tiles, warps in ((1, 4), (2, 4), (1, 8), (1, 2)):
+            for split_k in (1, 2, 4) if shape.may_split else (1,):
+                yield Direct(tiles, warps, 1, split_k, norm=0)
     if rows == 1 and group in (0, 64, 128) and kind != "fp4":
         for tiles, warps, ahead in DIRECT_TILES:
             for split_k in (1, 2) if shape.may_split else (1,):

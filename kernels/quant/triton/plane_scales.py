@@ -60,21 +60,26 @@ def plane_factors(
 
 
 @triton.jit
+def scale_in(bits, INDEX: tl.constexpr, STORED: tl.constexpr):
+    """The INDEX-th of the scales in registers, in float32."""
+    if STORED == 0:
+        number = ((bits >> (8 * INDEX)) & 255).to(tl.float32)
+    elif STORED == 1:
+        number = ((bits << (24 - 8 * INDEX)) >> 24).to(tl.float32)
+    elif STORED == 2:
+        number = (bits >> (16 * INDEX)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    elif STORED == 3:
+        number = ((bits >> (16 * INDEX)) << 16).to(tl.float32, bitcast=True)
+    else:
+        number = bits.to(tl.float32, bitcast=True)
+    return number
+
+
+@triton.jit
 def factor_of(registers, INDEX: tl.constexpr, GROUPS: tl.constexpr, STORED: tl.constexpr):
     """The scale or offset of group INDEX in float32, of what `plane_factors` loaded."""
     PER: tl.constexpr = 4 if STORED < 2 else 2 if STORED < 4 else 1
-    bits = registers[INDEX // PER]
-    if STORED == 0:
-        number = ((bits >> (8 * (INDEX % 4))) & 255).to(tl.float32)
-    elif STORED == 1:
-        number = ((bits << (24 - 8 * (INDEX % 4))) >> 24).to(tl.float32)
-    elif STORED == 2:
-        half = (bits >> (16 * (INDEX % 2))).to(tl.int16)
-        number = half.to(tl.float16, bitcast=True).to(tl.float32)
-    elif STORED == 3:
-        number = ((bits >> (16 * (INDEX % 2))) << 16).to(tl.float32, bitcast=True)
-    else:
-        number = bits.to(tl.float32, bitcast=True)
+    number = scale_in(registers[INDEX // PER], INDEX % PER, STORED)
     if STORED < 2:
         number *= registers[GROUPS // PER].to(tl.float32)
     return number

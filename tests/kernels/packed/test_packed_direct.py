@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from slipstream.kernels.packed.kinds import (
     PLAIN,
     Direct,
     fits_direct,
+    fits_few_rows,
     fits_small_groups,
 )
 from slipstream.kernels.quant.tiled import tile
@@ -126,3 +129,46 @@ def test_the_first_rows_of_a_matrix_are_multiplied_where_they_are(name: str) -> 
     close(direct_groups.multiply(x[:1], weight, Direct(1, 2, 1)), product[:1])
     close(packed_skinny.multiply(x, weight, Skinny(16, 0, 3, 4, 1, 16)), product)
     assert torch.equal(widen(weight, torch.float32), exact)
+
+
+FEW_CASES = [
+    (name, mode, rows, *size)
+    for name in SMALL
+    if fits_few_rows(tile(random_weight(name, 1, 1280)))
+    for mode in ("plain", "gated", "parts")
+    for rows in (2, 11)
+    for size in ((38, 1320, 2), (32, 1024, 1))  # outputs, columns, tiles
+]
+FEW_KEPT = [
+    ("int4 32 super", "plain", 2, 38, 1320, 2),
+    ("int5 32 super", "gated", 11, 38, 1320, 2),
+    ("int6 16 super", "parts", 2, 32, 1024, 1),
+    ("int8 32 offsets", "plain", 11, 32, 1024, 1),
+    ("int5 32", "gated", 2, 32, 1024, 1),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "rows", "outputs", "size", "tiles"), some(FEW_CASES, kept=FEW_KEPT)
+)
+def test_few_rows_of_small_groups(
+    name: str, mode: str, rows: int, outputs: int, size: int, tiles: int
+) -> None:
+    from slipstream.kernels.packed.planes.triton.few_rows import multiply
+
+    packed = random_weight(name, outputs, size)
+    weight, exact = tile(packed), packed.dequantise().double()
+    x, bias = torch.randn(rows, size).half(), torch.randn(outputs).half()
+    product = x.double() @ exact.T + bias
+    choice = Direct(tiles, 2, 1, norm=0)
+    if mode == "parts":
+        parts = multiply(x, weight, replace(choice, split_k=2), PARTS, bias)
+        assert parts.shape == (2, rows, outputs) and parts.dtype == torch.float32
+        close(parts.sum(0), product)
+    elif mode == "plain":
+        residual = torch.randn(rows, outputs).half()
+        close(multiply(x, weight, choice, PLAIN, bias, "", residual), product + residual)
+    else:
+        gate, up = product.chunk(2, -1)
+        got = multiply(x, weight, choice, GATE_UP, bias, "silu")
+        close(got, torch.nn.functional.silu(gate) * up)

@@ -21,18 +21,20 @@ from torch import Tensor
 from ....launch import hash_functions, pdl_options, wait_for_inputs
 from ....linear.linear import Norm
 from ....quant.tiled import TiledWeight
-from ....quant.triton.packed_codes import KINDS, int4_parts, numbers
-from ....quant.triton.plane_codes import PLANE_KINDS, plane_numbers, unit_of
+from ....quant.triton.packed_codes import KINDS
+from ....quant.triton.plane_codes import PLANE_KINDS, unit_of
 from ...kinds import GATE_UP, PARTS, PLAIN, Direct, fits_small_groups
 from ...triton.packed_direct import _finish
 from ...triton.packed_lanes import lanes_of, load_tile, wide
 from .group_lanes import (
     first_columns,
     left_of_group,
+    load_words,
     right_of_groups,
     scale_lanes,
     scales_by_row,
     scales_inside,
+    tile_numbers,
     words_of,
 )
 
@@ -71,9 +73,6 @@ def _load(
 ):  # fmt: skip
     """What the step from `unit + step` needs of 16 weight rows: a tuple of pairs of words of both
     halves of the rows by tile, then of the second plane, then scales and offsets, and supers."""
-    LOWS: tl.constexpr = FORM[0]
-    WIDTH: tl.constexpr = FORM[1]
-    KIND: tl.constexpr = FORM[2]
     OFFSETS: tl.constexpr = FORM[3]
     SUPER: tl.constexpr = FORM[4]
     P: tl.constexpr = FORM[5]
@@ -82,21 +81,7 @@ def _load(
     SPANS: tl.constexpr = pointers[0].shape[1]
     s = unit + step + tl.arange(0, SPANS)
     is_unit = s < last
-    loaded = ()
-    for half in tl.static_range(2):
-        at = pointers[half] + wide(unit) * (LOWS * WIDTH // 2)
-        for t in tl.static_range(LOWS):
-            there = is_unit & ((s * LOWS + t) * WIDTH < num_words)
-            there = insides[half][:, None, None] & there[None, :, None]
-            offset = (step * LOWS + t) * WIDTH // 2
-            loaded += (load_tile(at + offset, there, MASKED, "evict_first"),)
-    for half in tl.static_range(2):
-        if KIND >= 4:
-            at = pointers[2 + half] + (wide(unit) * (WIDTH // 2) + step * WIDTH // 2)
-            there = insides[half][:, None, None] & is_unit[None, :, None]
-            loaded += (load_tile(at, there, MASKED, "evict_first"),)
-        else:
-            loaded += (is_unit,)
+    loaded = load_words(pointers, insides, s, unit, step, num_words, is_unit, FORM, MASKED)
     at = (wide(unit) + step) * (8 // P * stride)
     for field in tl.static_range(2):
         for half in tl.static_range(2):
@@ -119,22 +104,6 @@ def _load(
 
 
 @triton.jit
-def _tile_numbers(
-    pairs, high, TILE: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr,
-    OFFSETS: tl.constexpr, ASSEMBLY: tl.constexpr,
-):  # fmt: skip
-    """The numbers of the slices of a tile of words, before scales."""
-    words = words_of(pairs)
-    if KIND >= 4:
-        tiles = plane_numbers(words, high, TILE, KIND, DTYPE, not OFFSETS, ASSEMBLY)
-    elif KIND == 2 and ASSEMBLY and DTYPE == tl.bfloat16:
-        tiles = int4_parts(words)
-    else:
-        tiles = numbers(words, (), KIND, DTYPE, False, ASSEMBLY)
-    return tiles
-
-
-@triton.jit
 def _add(sums, loaded, xt, FORM: tl.constexpr, UNIT: tl.constexpr, ASSEMBLY: tl.constexpr):
     """Add the products of a step to the sums [SPANS, 16, 8]."""
     LOWS: tl.constexpr = FORM[0]
@@ -151,8 +120,8 @@ def _add(sums, loaded, xt, FORM: tl.constexpr, UNIT: tl.constexpr, ASSEMBLY: tl.
     if KIND >= 4:
         high_a, high_b = words_of(high_a), words_of(high_b)
     for t in tl.static_range(LOWS):
-        a = _tile_numbers(loaded[t], high_a, t, KIND, xt.dtype, OFFSETS, ASSEMBLY)
-        b = _tile_numbers(loaded[LOWS + t], high_b, t, KIND, xt.dtype, OFFSETS, ASSEMBLY)
+        a = tile_numbers(loaded[t], high_a, t, KIND, xt.dtype, OFFSETS, ASSEMBLY)
+        b = tile_numbers(loaded[LOWS + t], high_b, t, KIND, xt.dtype, OFFSETS, ASSEMBLY)
         for i in tl.static_range(COUNT):
             part = tl.dot(left_of_group(a, b, i * PER, PER, WIDTH), xt)
             own = tl.where(column == t * COUNT + i, part, own)
@@ -325,10 +294,10 @@ def multiply(
         AHEAD=choice.ahead,
         GROUP=weight.group,
         WIDTH=weight.slice_width,
-        LOWS=columns // (weight.slice_width * _slices(weight)),
+        LOWS=columns // (weight.slice_width * slices_of_word(weight)),
         KIND=(KINDS | PLANE_KINDS)[weight.kind],
         P=weight.scales.shape[2] if weight.scales.dim() == 3 else 1,
-        UNIT=_unit(weight, x),
+        UNIT=unit_of_numbers(weight, x),
         OFFSETS=weight.offsets is not None,
         SUPER=weight.super_scales is not None,
         NORM=norm is not None,
@@ -340,17 +309,19 @@ def multiply(
         ASSEMBLY=not x.is_cpu,
         num_warps=choice.num_warps,
         num_stages=1,
+        # Left to itself, the compiler would rather spill a few registers than exceed 80.
+        maxnreg=128 if choice.ahead == 1 and weight.super_scales is None else None,
         **pdl_options(x),
     )
     return out
 
 
-def _slices(weight: TiledWeight) -> int:
+def slices_of_word(weight: TiledWeight) -> int:
     """Codes in a word of the first plane."""
     return 2 if weight.kind == "int8" else 4
 
 
-def _unit(weight: TiledWeight, x: Tensor) -> float:
+def unit_of_numbers(weight: TiledWeight, x: Tensor) -> float:
     """What numbers are divided by in the kernel."""
     divided = weight.high is not None or (weight.kind == "int4" and x.dtype == torch.bfloat16)
     return unit_of(x.dtype, not x.is_cpu) if divided else 1.0

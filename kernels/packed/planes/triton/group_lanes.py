@@ -8,6 +8,9 @@ import triton
 import triton.language as tl
 
 from ....launch import hash_functions
+from ....quant.triton.packed_codes import int4_parts, numbers
+from ....quant.triton.plane_codes import plane_numbers
+from ...triton.packed_lanes import load_tile, wide
 
 
 @triton.jit
@@ -99,6 +102,51 @@ def scales_by_row(a, b, P: tl.constexpr):
     else:
         both = tl.permute(tl.join(a, b), (2, 4, 1, 0, 3))
     return tl.reshape(both, [both.shape[0], 16, 8]).to(tl.float32)
+
+
+@triton.jit
+def load_words(
+    pointers,  # to words of rows 0 to 7 and 8 to 15 of a first plane, then of a second
+    insides, s, unit, step, num_words, is_unit,
+    FORM: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The pairs of words of units s of 16 weight rows: a tuple of tiles of rows 0 to 7, of rows 8
+    to 15, and of both of the second plane."""
+    LOWS: tl.constexpr = FORM[0]
+    WIDTH: tl.constexpr = FORM[1]
+    KIND: tl.constexpr = FORM[2]
+    loaded = ()
+    for half in tl.static_range(2):
+        at = pointers[half] + wide(unit) * (LOWS * WIDTH // 2)
+        for t in tl.static_range(LOWS):
+            there = is_unit & ((s * LOWS + t) * WIDTH < num_words)
+            there = insides[half][:, None, None] & there[None, :, None]
+            offset = (step * LOWS + t) * WIDTH // 2
+            loaded += (load_tile(at + offset, there, MASKED, "evict_first"),)
+    for half in tl.static_range(2):
+        if KIND >= 4:
+            at = pointers[2 + half] + (wide(unit) * (WIDTH // 2) + step * WIDTH // 2)
+            there = insides[half][:, None, None] & is_unit[None, :, None]
+            loaded += (load_tile(at, there, MASKED, "evict_first"),)
+        else:
+            loaded += (is_unit,)
+    return loaded
+
+
+@triton.jit
+def tile_numbers(
+    pairs, high, TILE: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr,
+    OFFSETS: tl.constexpr, ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """The numbers of the slices of a tile of words, before scales."""
+    words = words_of(pairs)
+    if KIND >= 4:
+        tiles = plane_numbers(words, high, TILE, KIND, DTYPE, not OFFSETS, ASSEMBLY)
+    elif KIND == 2 and ASSEMBLY and DTYPE == tl.bfloat16:
+        tiles = int4_parts(words)
+    else:
+        tiles = numbers(words, (), KIND, DTYPE, False, ASSEMBLY)
+    return tiles
 
 
 hash_functions(globals())
