@@ -159,7 +159,7 @@ def _add(
                     )
                     more += (y,)
                     more_less += (z,)
-            if ASSEMBLY and BLOCKS > 1:  # reads sums, so that fewer groups are in registers at once
+            if ASSEMBLY:  # reads sums, so that fewer groups are in registers at once
                 tl.inline_asm_elementwise("", "=r,f", [more[0]], tl.int32, is_pure=False, pack=1)
             own, less = more, more_less
     added = ()
