@@ -7,7 +7,6 @@ exactly as it would be without speculation. Host flags decide only which work ca
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,20 +22,11 @@ from ...kernels.sampling.process_logits import (
     forbid_tokens,
     previous_drafts,
 )
+from ..batch.request_table import RequestTable
 from ..batch.sampling_state import PROCESSED, Feature, SamplingState
 
 # List entries of bad words compared at once; each uses about 40 bytes.
 MAX_WORD_ENTRIES = 1 << 20
-
-
-class SamplingRequests(Protocol):
-    """The request table as the sampler sees it; rows are slots."""
-
-    all_token_ids: Tensor  # [R, max_model_len] int32
-    prompt_len: Tensor  # [R] int32
-    prefill_len: Tensor  # [R] int32
-    draft_logits: Tensor | None  # [R, K, Vd] float32, softmax = q
-    sampling: SamplingState
 
 
 @dataclass(frozen=True)
@@ -74,7 +64,7 @@ class SamplingRows:
 def process_logits(
     raw: Tensor,  # [L, V], not changed
     rows: SamplingRows,
-    requests: SamplingRequests,
+    requests: RequestTable,
     grammar_bitmask: Tensor | None,  # [L, ceil(V / 32)] int32, 0 = forbidden
     features: Feature,  # the union of what the requests use
 ) -> Tensor:
@@ -152,7 +142,7 @@ def _rows_to_process(
 
 
 def _gather(
-    rows: SamplingRows, requests: SamplingRequests, features: Feature, subset: Tensor | None
+    rows: SamplingRows, requests: RequestTable, features: Feature, subset: Tensor | None
 ) -> _Context:
     slots = rows.expanded_idx_mapping.long()  # [L] logits row -> slot
     drafts = previous_drafts(rows.draft_ids, rows.expanded_local_pos, rows.max_num_drafts)
@@ -165,7 +155,7 @@ def _gather(
     return _Context(used, *(column[subset] for column in columns))
 
 
-def _forbid_bad_words(logits: Tensor, of: _Context, requests: SamplingRequests) -> None:
+def _forbid_bad_words(logits: Tensor, of: _Context, requests: RequestTable) -> None:
     """Forbid the last token of each bad word if the request has just emitted its other tokens.
 
     logits: [P, V] float32, changed in place. Processes the rows in pieces of bounded memory.
@@ -202,7 +192,7 @@ def _tokens_before(
 def _apply_options(
     logits: Tensor,  # [P, V] float32, in place
     of: _Context,
-    requests: SamplingRequests,
+    requests: RequestTable,
     features: Feature,
     has_grammar: bool,
 ) -> None:

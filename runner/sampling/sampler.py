@@ -21,12 +21,11 @@ from ...kernels.sampling.sample import TARGET
 from ...kernels.sampling.verify import VerifyRows
 from ...speculators.verification import create_verifier
 from ..batch.host_copy import StagingPool
+from ..batch.request_table import RequestTable
 from ..batch.sampling_state import PROCESSED, Feature
 from ..batch.step_output import TokenLogprobTensors
-from .logits_processing import SamplingRequests, SamplingRows, process_logits
+from .logits_processing import SamplingRows, process_logits
 from .logprobs import emitted_logprobs
-
-__all__ = ["Sampler", "SamplerOutput", "SamplingRequests", "SamplingRows"]
 
 # Chooses a token per row (draws None = all greedy): (tokens [L] int64, largest logits [L] float32).
 Pick = Callable[[Draws | None], tuple[Tensor, Tensor]]
@@ -72,7 +71,7 @@ class Sampler:
         self,
         logits: Tensor,  # [L, >= V], not changed
         rows: SamplingRows,
-        requests: SamplingRequests,
+        requests: RequestTable,
         grammar_bitmask: Tensor | None = None,  # [L, ceil(V / 32)] int32, 0 = forbidden
     ) -> SamplerOutput:
         """Sample or verify the tokens of every request of the step."""
@@ -111,7 +110,7 @@ class Sampler:
         self,
         pick: Pick,
         rows: SamplingRows,
-        requests: SamplingRequests,
+        requests: RequestTable,
         features: Feature | None = None,  # features to allow for; None = those used now
         logits: Tensor | None = None,  # [L, V], for REJECT
     ) -> SamplerOutput:
@@ -144,7 +143,7 @@ class Sampler:
         self,
         logits: Tensor,
         rows: SamplingRows,
-        requests: SamplingRequests,
+        requests: RequestTable,
         features: Feature,
         seeds: Tensor,
         greedy: Tensor,
@@ -175,7 +174,7 @@ class Sampler:
         self,
         raw: Tensor,
         rows: SamplingRows,
-        requests: SamplingRequests,
+        requests: RequestTable,
         grammar_bitmask: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         state = requests.sampling

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,17 +27,8 @@ NUM_ROWS = 7  # of the table that ranks share, with one column per rank
 _TOKENS, _MODE, _UNIFORM, _MAX_QUERY, _MICROBATCH, _REQS, _DRAFTS = range(NUM_ROWS)
 
 
-class Dispatch(Protocol):
-    """`CudaGraphManager.dispatch`. All ranks have captured the same graphs, so it is the same on
-    each."""
-
-    def __call__(
-        self,
-        num_tokens: int,
-        num_reqs: int,
-        uniform_token_count: int | None,
-        best: CUDAGraphMode = CUDAGraphMode.FULL,
-    ) -> BatchExecutionDescriptor: ...
+# `CudaGraphManager.dispatch`. All ranks have captured the same graphs, so it is the same on each.
+Dispatch = Callable[..., BatchExecutionDescriptor]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ import os
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
 from ...configs.hosts import num_processes
 from ...configs.schema import Config, HostsConfig
@@ -22,19 +21,7 @@ from .agreement import membership
 from .engine_processes import EngineProcesses
 from .hub import Hub, NotJoined
 from .nodes import LocalNode, Node
-
-
-class Placer(Protocol):
-    """Has nodes started that then join, as Ray does."""
-
-    async def connect(self) -> str:
-        """Reach the cluster; returns the address of this host. Raises WorkerFailed."""
-
-    async def place(self, numbers: list[int], has_joined: Callable[[int], bool], port: int) -> None:
-        """Have the nodes of one engine started, unless they have joined. Raises WorkerFailed."""
-
-    async def close(self) -> None:
-        """End what it started."""
+from .ray_cluster import RayCluster
 
 
 class HostsExecutor:
@@ -59,13 +46,11 @@ class HostsExecutor:
             raise WorkerFailed(str(error)) from error
         self._secret = secret
         self._hub: Hub | None = None
-        self._placer: Placer | None = None
+        self._placer: RayCluster | None = None
 
     async def __aenter__(self) -> HostsExecutor:
         """Listen for nodes. Raises WorkerFailed."""
         if self._is_ray:
-            from .ray_cluster import RayCluster
-
             self._placer = RayCluster(self._config, self._num_nodes, self._secret)
         try:
             self._hub = await self._open_hub()
