@@ -56,13 +56,13 @@ from ..sampling.sampler import Sampler
 from ..step.data_parallel import create_sync
 from ..step.device_queue import DeviceQueue, choose_device
 from ..step.parts import NO_SPECULATION, RunnerParts
-from ..step.report import log_limits
 from ..step.target import Target, create_target_graphs
 from ..step.token_graphs import TokenGraphs, create_token_graphs
 from .batch_invariant import settled
 from .compile_ahead import ATTENTION, GRAPHS, CompileAhead
 from .facts import facts_of
 from .first_use import load_libraries
+from .limits import log_limits
 from .load_target import faults_of_drafter, load_target
 from .memory import MemoryProfile, kv_cache_bytes, log_fp8_memory, memory_allocated, num_kv_blocks
 from .recurrent import create_states, group_of, save_states

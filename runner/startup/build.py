@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from ...configs.schema import Config
-from ...kernels.compile_log import watch_compilations
+from ...kernels.compile_log import CompileLog, watch_compilations
 from ..graphs.capture import spare_modules
+from ..graphs.manager import CaptureReport
 from ..parallel.engine_group import EngineGroup
 from ..parallel.ranks import Ranks
 from ..step.model_runner import ModelRunner
 from ..step.parts import RunnerParts
-from ..step.report import log_startup
 from ..step.step_timing import measure_steps
 from ..step.warm_up import warm_up_steps
 from .assembly import ProgressFn, assemble
 from .batch_invariant import check_rounding
 from .compile_ahead import STEPS, CompileAhead
+
+logger = logging.getLogger(__name__)
 
 
 def build_model_runner(
@@ -61,3 +65,27 @@ def build_model_runner(
         seconds["measure_steps"] = time.monotonic() - start
     log_startup(runner.capture_reports(), parts.memory, seconds, watch_compilations())
     return runner
+
+
+def log_startup(
+    reports: Sequence[CaptureReport],
+    memory: Counter[str],  # bytes by purpose
+    seconds: Mapping[str, float],
+    compilations: CompileLog,
+) -> None:
+    """Log one line for each graph manager, and one each for kernels, memory and time.
+
+    It marks the start-up as finished: a compilation after it is reported as a fault.
+    """
+    captured = [report for report in reports if report.num_graphs]
+    for report in captured:
+        logger.info("%s", report.line())
+    if captured:
+        memory["graphs"] += sum(report.memory_bytes for report in captured)
+    if compilations.compiled or compilations.num_cached:
+        logger.info("%s", compilations.line())
+    compilations.is_ready = True
+    purposes = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in memory.items())
+    logger.info("memory: %s", purposes)
+    phases = ", ".join(f"{phase} {spent:.1f}" for phase, spent in seconds.items())
+    logger.info("started in %.1f s: %s", sum(seconds.values()), phases)

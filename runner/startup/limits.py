@@ -6,6 +6,7 @@ the buffers and activations of large steps take memory from the KV cache.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,9 @@ from typing import Any
 from ...configs.schema import Config, StepLimits
 from ...kernels.device import Card
 from ..drafters.heads import FoundDrafter
+from ..graphs.settings import GraphSettings
+
+logger = logging.getLogger(__name__)
 
 SMALL = StepLimits(max_num_seqs=64, max_num_batched_tokens=2048)
 # From the largest on; what is tried on a large GPU. `SMALL` needs no proof that it fits.
@@ -130,3 +134,15 @@ def _fitting(config: Config, needs: ModelNeeds, left: int) -> Iterator[StepLimit
 
 def _gib(size: int) -> str:
     return f"{size / 2**30:.0f} GiB"
+
+
+def log_limits(limits: StepLimits, reason: str, graphs: GraphSettings | None) -> None:
+    """Log the limits of a step, the flags that set them, and which steps get a CUDA graph."""
+    captured = "without CUDA graphs"
+    if graphs is not None:
+        captured = f"CUDA graphs for up to {graphs.sizes[-1]} tokens (--cudagraph-capture-sizes)"
+    logger.info(
+        "a step has at most %d requests (--max-num-seqs) and %d tokens (--max-num-batched-tokens):"
+        " %s; %s",
+        limits.max_num_seqs, limits.max_num_batched_tokens, reason, captured,
+    )  # fmt: skip
