@@ -310,10 +310,15 @@ def multiply(
         num_warps=choice.num_warps,
         num_stages=1,
         # Left to itself, the compiler would rather spill a few registers than exceed 80.
-        maxnreg=128 if choice.ahead == 1 and weight.super_scales is None else None,
+        maxnreg=128 if choice.ahead == 1 and _is_short(weight) else None,
         **pdl_options(x),
     )
     return out
+
+
+def _is_short(weight: TiledWeight) -> bool:
+    """Whether a step of one row needs few registers: scales of one level, and less than 8 bits."""
+    return weight.super_scales is None and weight.kind != "int8"
 
 
 def slices_of_word(weight: TiledWeight) -> int:
