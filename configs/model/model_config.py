@@ -6,7 +6,8 @@ The server checks before it downloads weights or starts a worker; the worker che
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 # model_type -> architecture, for configs without `architectures`
@@ -67,6 +68,15 @@ GGUF_NUMBERS = {
 
 class NotServed(Exception):
     """The model is not supported, or its config is invalid; the text is one sentence."""
+
+
+@contextmanager
+def refused_as(kind: Callable[[str], Exception], source: object) -> Iterator[None]:
+    """A context that turns NotServed into an error of `kind` that names the source."""
+    try:
+        yield
+    except NotServed as error:
+        raise kind(f"{source} cannot be served: {error}") from error
 
 
 def served_architecture(config: Mapping[str, Any]) -> str:

@@ -20,6 +20,7 @@ from ...configs.model.model_config import (
     check_gguf_architecture,
     check_weights,
     eos_token_ids,
+    refused_as,
 )
 from ...configs.model.numbers import check_numbers
 from ...kernels.cpu.formats import STORED_TYPES, StoredRows
@@ -119,20 +120,16 @@ class GGUFFile:
         """The end-of-sequence and end-of-turn ids, without duplicates. Raises ModelLoadError."""
         keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
         ids = [self._value(key) for key in keys]
-        try:
+        with refused_as(ModelLoadError, self.path):
             return list(dict.fromkeys(eos_token_ids([i for i in ids if i is not None], "it")))
-        except NotServed as error:
-            raise ModelLoadError(f"{self.path} cannot be served: {error}") from error
 
     def config(self) -> dict[str, Any]:
         """The content that the model's config.json would have.
 
         Raises ModelLoadError if it is invalid.
         """
-        try:
+        with refused_as(ModelLoadError, self.path):
             model_type = check_gguf_architecture(self.architecture)
-        except NotServed as error:
-            raise ModelLoadError(f"{self.path} cannot be served: {error}") from error
         keys = GGUF_NUMBERS
         if self.architecture in families.WITH_EXPERTS:
             keys = GGUF_NUMBERS | families.EXPERT_NUMBERS
@@ -143,7 +140,7 @@ class GGUFFile:
         }
         numbers["rope_parameters"] = scaling
         table = self._tensors.get("token_embd.weight")
-        try:
+        with refused_as(ModelLoadError, self.path):
             check_numbers(numbers)
             missing = [n for n in keys if numbers[n] is None and n not in _MAY_LACK]
             if missing:
@@ -151,8 +148,6 @@ class GGUFFile:
             if table is None or len(table.shape) != 2:
                 raise NotServed("its tensor token_embd.weight is missing or not a matrix.")
             check_weights(numbers, len(self._tensors), self.path.stat().st_size)
-        except NotServed as error:
-            raise ModelLoadError(f"{self.path} cannot be served: {error}") from error
         num_heads, hidden = int(numbers["num_attention_heads"]), int(numbers["hidden_size"])
         eos = self.eos_token_ids
         config: dict[str, Any] = {

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import torch
 
 from ...configs.model.model_config import (
-    NotServed,
     eos_token_ids,
     merged,
+    refused_as,
     served_architecture,
     text_config,
 )
@@ -137,10 +137,8 @@ def resolve_model(
     eos = _read_json(generation).get("eos_token_id") if generation.exists() else None
     if eos is None:
         eos = getattr(hf_config, "eos_token_id", None)
-    try:
+    with refused_as(ModelLoadError, path):
         eos_ids = eos_token_ids(eos, str(path))
-    except NotServed as error:
-        raise ModelLoadError(f"{path} cannot be served: {error}") from error
     kind = "dummy" if config.load_format == "dummy" else "safetensors"
     quantisation = stated_quantisation(_raw_config(path, config), str(path))
     return ResolvedModel(path, kind, hf_config, eos_ids, config.seed, quantisation=quantisation)
@@ -150,19 +148,15 @@ def _raw_config(folder: Path, config: ModelConfig) -> dict[str, Any]:
     """The content of config.json, with what --hf-overrides and ModelOpt's own file add."""
     raw, stated = _read_json(folder / "config.json"), folder / MODELOPT_FILE
     if stated.exists() and not raw.get("quantization_config"):
-        try:
+        with refused_as(ModelLoadError, folder):
             raw["quantization_config"] = from_modelopt_file(_read_json(stated))
-        except NotServed as error:
-            raise ModelLoadError(f"{folder} cannot be served: {error}") from error
     return merged(raw, _overrides(config))
 
 
 def stated_quantisation(raw: dict[str, Any], source: str) -> Quantisation | None:
     """What a config.json's content says about quantised weights. Raises ModelLoadError."""
-    try:
+    with refused_as(ModelLoadError, source):
         return parse_quantisation(raw)
-    except NotServed as error:
-        raise ModelLoadError(f"{source} cannot be served: {error}") from error
 
 
 def _resolve_gguf(path: Path, config: ModelConfig) -> ResolvedModel:
@@ -219,13 +213,11 @@ def make_hf_config(raw: dict[str, Any], source: str, check_architecture: bool = 
 
     Raises ModelLoadError if the model cannot be served.
     """
-    try:
+    with refused_as(ModelLoadError, source):
         if check_architecture:
             served_architecture(raw)
         parse_quantisation(raw)
         check_numbers(text_config(raw))
-    except NotServed as error:
-        raise ModelLoadError(f"{source} cannot be served: {error}") from error
     if (plain := plain_config(raw, needs_eos=check_architecture)) is not None:
         return plain
     from transformers import CONFIG_MAPPING

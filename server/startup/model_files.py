@@ -22,6 +22,7 @@ from ...configs.model.model_config import (
     eos_token_ids,
     is_file_name,
     merged,
+    refused_as,
     served_architecture,
     short,
     text_config,
@@ -97,10 +98,8 @@ def _checked(
 
 
 def _check_modelopt(name: str, content: dict[str, Any]) -> None:
-    try:
+    with refused_as(ModelFilesError, name):
         check_quantisation({"quantization_config": from_modelopt_file(content)})
-    except NotServed as error:
-        raise ModelFilesError(f"{name} cannot be served: {error}") from error
 
 
 def _check_folder(folder: Path, config: dict[str, Any]) -> None:
@@ -109,14 +108,12 @@ def _check_folder(folder: Path, config: dict[str, Any]) -> None:
     An empty `config` contradicts no weights.
     """
     counts = [_check_safetensors(file) for file in _safetensors(folder)]
-    try:
+    with refused_as(ModelFilesError, folder):
         if counts:
             check_weights(config, *(sum(column) for column in zip(*counts, strict=True)))
         for name in ("generation_config.json", "config.json"):
             if (folder / name).is_file():
                 eos_token_ids(_json(folder / name).get("eos_token_id"), name)
-    except NotServed as error:
-        raise ModelFilesError(f"{folder} cannot be served: {error}") from error
 
 
 def _served(name: str, raw: dict[str, Any], whole: bool) -> dict[str, Any]:
@@ -125,15 +122,13 @@ def _served(name: str, raw: dict[str, Any], whole: bool) -> dict[str, Any]:
     Raises ModelFilesError, with `name` in the message, if its quantisation is not supported, and
     for a `whole` model (see `_checked`) if its architecture or one of its numbers is not.
     """
-    try:
+    with refused_as(ModelFilesError, name):
         if whole:
             served_architecture(raw)
         check_quantisation(raw)
         config = text_config(raw)
         if whole:
             check_numbers(config)
-    except NotServed as error:
-        raise ModelFilesError(f"{name} cannot be served: {error}") from error
     return config
 
 
