@@ -97,12 +97,13 @@ def _of_group(
     KIND: tl.constexpr, OFFSETS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Add a group's products times its scale [SPANS, 16], and its inputs times its offset."""
-    own += (scale * UNIT)[:, :, None] * tl.dot(left, xt)
+    part = tl.dot(left, xt)
     if OFFSETS:
         total = tl.dot(tl.full(left.shape, 1.0, xt.dtype), xt)
         less += offset[:, :, None] * total
         if KIND == 2:  # from whose codes 8 was subtracted
-            own += (8.0 * scale)[:, :, None] * total
+            part += total * (8.0 / UNIT)
+    own += (scale * UNIT)[:, :, None] * part
     return own, less
 
 
