@@ -195,7 +195,7 @@ SCORED = [*zip(GROUPED, ["top2", "max"] * 3, strict=True)]
     ("size", "score", "ties"),
     some(
         [(*case, ties) for case in SCORED for ties in (False, True)],
-        kept=[(*case, at % 4 > 1) for at, case in enumerate(SCORED)],
+        kept=[*((*case, False) for case in SCORED), *((*case, True) for case in SCORED[:2])],
     ),
 )
 def test_experts_of_the_best_groups_are_chosen(
@@ -207,11 +207,11 @@ def test_experts_of_the_best_groups_are_chosen(
     experts, groups, kept, top_k = size
     scoring = "sigmoid" if score == "top2" else "softmax"
     routing = Routing(top_k, scoring, groups, kept, score, scoring == "sigmoid", 2.5)
-    parts = torch.randn(2, 7, experts)
+    parts = torch.randn(2, 14, experts)
     bias = torch.randn(experts) * 0.3 if scoring == "sigmoid" else None
     if ties:
         parts, bias = parts.mul(1.5).round() * 0.5, None if bias is None else bias.round()
-        parts[:, 5:] = 0.0
+        parts[:, 12:] = 0.0
     weights, ids = route.select_experts(parts, routing, bias)
     scores = parts.sum(0).sigmoid() if scoring == "sigmoid" else parts.sum(0).softmax(-1)
     choice = scores if bias is None else scores + bias
@@ -223,7 +223,7 @@ def test_experts_of_the_best_groups_are_chosen(
     own = scores.gather(1, ids.long())
     own = own / own.sum(-1, keepdim=True) if routing.renormalise else own
     torch.testing.assert_close(weights, own * 2.5)
-    for row in range(7):  # whatever the number of rows
+    for row in (0, 6, 13):  # whatever the number of rows
         alone = route.select_experts(parts[:, row : row + 1].contiguous(), routing, bias)
         assert torch.equal(alone[0][0], weights[row]) and torch.equal(alone[1][0], ids[row])
 
