@@ -18,7 +18,7 @@ KINDS = [(kind, dtype) for kind in MODELS for dtype in ("auto", "float32")]
 )
 def test_any_company_gets_the_same_bits(kind: str, dtype: str, tmp_path: Path) -> None:
     folder = save_model(kind, tmp_path / kind)
-    count, longest = (10, 70) if dtype == "auto" else (7, 30)
+    count, longest = (8, 70) if dtype == "auto" else (5, 30)
     check(folder, rounds=1, seed=0, count=count, longest=longest, dtype=dtype)
 
 

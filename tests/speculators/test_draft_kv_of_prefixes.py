@@ -58,7 +58,7 @@ def draft_kv(engine: TinyEngine, prompt: Sequence[int]) -> tuple[list[Tensor], i
 def test_at_every_edge_a_reused_prefix_has_the_kv_of_its_own_continuation(
     drafters: Drafters, method: str
 ) -> None:
-    """Three texts diverge at each place of a block; each continues with an answer and another
+    """Two texts diverge at each place of a block; each continues with an answer and another
     turn."""
     target, config = drafters.pair(method)[0], drafters.speculative(method, 2)
     warm = TinyEngine(target, config)
@@ -70,7 +70,7 @@ def test_at_every_edge_a_reused_prefix_has_the_kv_of_its_own_continuation(
 
     for edge in EDGES:
         shared = tokens(edge)
-        for branch in range(3):
+        for branch in range(2):
             prompt = [*shared, branch, *tokens(7)]
             answer = warm.run([prompt], max_tokens=6).tokens["0"]
             turn = [*prompt, *answer, *tokens(3)]

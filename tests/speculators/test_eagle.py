@@ -54,7 +54,7 @@ def test_eagle3_drafts_equal_the_plain_statement(
     weights = head_weights(eagle3=True)
     head = save_head(tmp_path, weights, True, norm_before_residual=norm_before_residual)
     engine = TinyEngine(target, speculative(head, "eagle3"))
-    run = engine.run(prompts(5), max_tokens=16)
+    run = engine.run(prompts(4), max_tokens=12)
     engine.close()
     assert run.accepted < run.drafted  # rejections happened, so roll-back was exercised
     check(proposals, HeadOracle(target, weights, True, (2, 4, 5), norm_before_residual), 20)
@@ -65,7 +65,7 @@ def test_eagle1_drafts_equal_the_plain_statement(
 ) -> None:
     weights = head_weights(eagle3=False)
     engine = TinyEngine(target, speculative(save_head(tmp_path, weights, False), "eagle"))
-    engine.run(prompts(5), max_tokens=16)
+    engine.run(prompts(4), max_tokens=12)
     engine.close()
     check(proposals, HeadOracle(target, weights, False), 20)
 

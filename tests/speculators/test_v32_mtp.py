@@ -77,7 +77,7 @@ def test_text_is_that_of_the_target_alone_at_every_offset(
     texts = []
     for config in (OFF, speculative(k)):
         engine = TinyEngine(folder, config)
-        texts.append(engine.run(asked, max_tokens=14))
+        texts.append(engine.run(asked, max_tokens=10))
         engine.close()
     assert texts[1].tokens == texts[0].tokens
     assert texts[1].drafted > texts[1].accepted
@@ -131,7 +131,7 @@ def test_two_ranks_emit_the_tokens_and_drafts_of_one(folder: Path, oracle: MtpOr
     found = []
     for more in ({}, {"build": partial(build_on_threads, groups)}):
         engine = TinyEngine(folder, speculative(), **more)
-        run = engine.run(prompts(3, longest=20), max_tokens=10)
+        run = engine.run(prompts(2, longest=12), max_tokens=7)
         engine.close()
         found.append((run.tokens, run.num_drafts, run.accepted_per_pos))
     assert found[0] == found[1]

@@ -70,7 +70,7 @@ def by_text(seen: Proposals) -> dict[tuple[int, ...], list[int]]:
     ("method", "graphs"),
     some(
         [*((method, False) for method in METHODS), ("eagle3", True)],
-        kept=[("mtp", False), ("gemma4_mtp", False), ("eagle3", True)],
+        kept=[("gemma4_mtp", False), ("eagle3", True)],
     ),
 )
 def test_drafts_after_a_pause_are_those_of_a_drafter_that_never_paused(
@@ -85,7 +85,7 @@ def test_drafts_after_a_pause_are_those_of_a_drafter_that_never_paused(
             engine.engine.handle([ResetPrefixCache()])
             with recorded_proposals() as seen:
                 script(engine, counts)
-                texts.append(engine.run(asked, max_tokens=30).tokens)
+                texts.append(engine.run(asked, max_tokens=24).tokens)
             found.append(by_text(seen))
     always, paused = found
     common = always.keys() & paused.keys()
@@ -94,7 +94,7 @@ def test_drafts_after_a_pause_are_those_of_a_drafter_that_never_paused(
     wrong = [known for known in common if paused[known] != always[known][: len(paused[known])]]
     assert not wrong
     off = TinyEngine(target, SpeculativeConfig())
-    assert texts == [off.run(asked, max_tokens=30).tokens] * 2
+    assert texts == [off.run(asked, max_tokens=24).tokens] * 2
     off.close()
 
 
@@ -109,7 +109,7 @@ def test_a_copy_of_the_target_is_right_after_every_pause(small: str) -> None:
     assert run.num_drafts > 20 and run.accepted >= run.drafted - 4 * K  # the last ones are cut
 
 
-@pytest.mark.parametrize("method", ["eagle3", "draft_model", "mtp"])
+@pytest.mark.parametrize("method", some(["eagle3", "draft_model", "mtp"], ["draft_model", "mtp"]))
 def test_blocks_are_shared_only_once_the_drafter_has_seen_them(
     drafters: Drafters, method: str
 ) -> None:

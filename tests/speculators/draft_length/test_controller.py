@@ -14,8 +14,13 @@ from ..simulated_engine import LAWS, K, controller, fixed_speed, simulate
 BATCHES = (1, 4, 16, 64, 128, 256)
 
 
-@pytest.mark.parametrize("num_reqs", some(BATCHES, (1, 256)))
-@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize(
+    ("name", "num_reqs"),
+    some(
+        [(name, num_reqs) for name in LAWS for num_reqs in BATCHES],
+        kept=[("good", 256), *((name, (1, 256)[at % 2]) for at, name in enumerate(LAWS))],
+    ),
+)
 def test_it_is_as_fast_as_the_best_fixed_k_and_never_slower_than_off(
     name: str, num_reqs: int
 ) -> None:

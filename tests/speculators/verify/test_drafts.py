@@ -155,7 +155,7 @@ def test_drafts_stored_one_position_late_are_found(
         store(self, *args)
 
     monkeypatch.setattr(DraftModelSpeculator, "store_drafts", late)
-    report = run(itself, "draft_model", max_tokens=40)
+    report = run(itself, "draft_model", max_tokens=30)
     assert found(report, "positions") == "fail", report.table()
     assert "before its place" in report.table()
 

@@ -34,7 +34,7 @@ from slipstream.server.verify.report import Report
 from .in_process import start
 from .trained_head import BOUNDARIES, NUM_DRAFTED, REPLY, Trained, V, prompts, with_ids
 
-PROMPTS = prompts(24, 0)
+PROMPTS = prompts(16, 0)
 
 
 @pytest.fixture(scope="module")
