@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -37,36 +37,15 @@ if TYPE_CHECKING:
     from ..draft_models.draft_config import DraftHeadConfig
 
 
-class HeadHost(Protocol):
-    """What the runner provides while a drafter's model is loaded."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def max_model_len(self) -> int: ...
-
-    @property
-    def target_model(self) -> Any: ...
-
-    @property
-    def target_resolved(self) -> ResolvedModel | None:
-        """The files of the target; None if it was not loaded from files."""
-
-    @property
-    def loading(self) -> Progress | None:
-        """Called with the bytes of the drafter that have been read; None: nobody wants to know."""
-
-
-@dataclass(frozen=True)
-class OutlineHost:
-    """A `HeadHost` for models of meta tensors, which have shapes but no memory."""
+@dataclass
+class HeadHost:
+    """What is needed to load a drafter's model; by default one of meta tensors, without memory."""
 
     max_model_len: int
     target_model: Any
-    target_resolved: ResolvedModel | None
+    target_resolved: ResolvedModel | None  # its files, if it was loaded from files
     device: torch.device = torch.device("meta")
-    loading: Progress | None = None
+    loading: Progress | None = None  # called with the bytes of the drafter that have been read
 
 
 @dataclass(frozen=True)
@@ -112,7 +91,7 @@ def outline(
     It allocates no memory, and raises the errors of `load_head` about names and shapes. Unless
     the configuration says that ranks divide the drafter, it is whole.
     """
-    nowhere = OutlineHost(host.max_model_len, host.target_model, host.target_resolved)
+    nowhere = HeadHost(host.max_model_len, host.target_model, host.target_resolved)
     size = speculative.draft_tensor_parallel_size or 1
     own = replace(speculative, draft_tensor_parallel_size=size)
     return _DRAFTERS[kind].load(own, found, nowhere, 0)

@@ -5,50 +5,33 @@ A drafter's attention layers join the target's KV groups, so it needs no allocat
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...configs.schema import SpeculativeConfig
 from ..attention.base import AttentionLayer
 from ..batch.host_copy import StagingPool
-from ..loading.inspection import Progress
-from ..loading.weights import ResolvedModel
-from .heads import FoundDrafter, load_head
+from .heads import FoundDrafter, HeadHost, load_head
 
 
-class DraftModelHost:
+@dataclass(kw_only=True)
+class DraftModelHost(HeadHost):
     """Implements `speculators.base.DraftHost`."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        dtype: torch.dtype,
-        max_num_reqs: int,
-        max_num_tokens: int,
-        max_model_len: int,
-        vocab_size: int,
-        target_model: nn.Module,
-        num_target_layers: int,
-        target_resolved: ResolvedModel | None = None,
-        drafter: FoundDrafter | None = None,  # the drafter's files, if they have been found
-        loading: Progress | None = None,  # called with the bytes of the drafter that are read
-    ) -> None:
-        self.device = device
-        self.dtype = dtype
-        self.max_num_reqs = max_num_reqs
-        self.max_num_tokens = max_num_tokens
-        self.max_model_len = max_model_len
-        self.vocab_size = vocab_size
-        self.target_model = target_model
-        self.target_resolved = target_resolved  # its files may contain a drafter
-        self.loading = loading
-        self._drafter = drafter
-        self.draft_layers: list[AttentionLayer] = []
-        self._next_layer_id = num_target_layers
-        self._staging = StagingPool(device)
+    dtype: torch.dtype
+    max_num_reqs: int
+    max_num_tokens: int
+    vocab_size: int
+    drafter: FoundDrafter | None = None  # the drafter's files, if they have been found
+    next_layer_id: int  # the first one is the number of the target's layers
+    draft_layers: list[AttentionLayer] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._staging = StagingPool(self.device)
 
     def upload(self, array: np.ndarray, out: Tensor | None = None) -> Tensor:
         """Copy a host array of int32 or int64 to the device, into `out` if given. Never waits."""
@@ -56,10 +39,10 @@ class DraftModelHost:
 
     def load_draft_model(self, kind: str, speculative: SpeculativeConfig) -> Any:
         """Build the draft architecture `kind`, load its weights, register its attention layers."""
-        layer_id = self._next_layer_id
-        model: Any = load_head(kind, speculative, self, layer_id, self._drafter)
+        layer_id = self.next_layer_id
+        model: Any = load_head(kind, speculative, self, layer_id, self.drafter)
         self.loading = None  # a head that is loaded later is not part of the start
         layers = model.attention_layers()
         self.draft_layers += layers
-        self._next_layer_id += len(layers)
+        self.next_layer_id += len(layers)
         return model

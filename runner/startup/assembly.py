@@ -277,17 +277,17 @@ class Assembly:
 
     def _draft_host(self) -> DraftModelHost:
         return DraftModelHost(
-            self.device,
-            self.format.dtype,
-            self.max_num_reqs,
-            self.max_num_tokens,
             self.max_model_len,
-            self.vocab_size,
             self.model,
-            len(self.model.attention_layers()),
             self.loaded.resolved,
-            self.loaded.drafter,
+            self.device,
             lambda done, total: self.progress(Progress("load_drafter", done, total)),
+            dtype=self.format.dtype,
+            max_num_reqs=self.max_num_reqs,
+            max_num_tokens=self.max_num_tokens,
+            vocab_size=self.vocab_size,
+            drafter=self.loaded.drafter,
+            next_layer_id=len(self.model.attention_layers()),
         )
 
     def _builder(

@@ -17,7 +17,7 @@ from ...kernels.device import card_of
 from ..attention.choice import check_backend
 from ..attention.fp8_layers import by_layer_id, is_fp8, with_fp8_cache
 from ..batch.kv_cache import KVCacheGroup, KVLayout, StepLoad, fitting_block_size, make_groups
-from ..drafters.heads import FoundDrafter, OutlineHost, find_configured, outline
+from ..drafters.heads import FoundDrafter, HeadHost, find_configured, outline
 from ..errors import DrafterError, RunnerError, why_unreadable
 from ..loading.hub import find_drafter
 from ..loading.model_check import outline_model, refuse_large_cache, used_memory, weight_bytes
@@ -151,7 +151,7 @@ def load_target(
     if engines is not None or (ranks is not None and ranks.by_expert):
         check_experts(model)
     if drafter is not None:
-        host = OutlineHost(max_model_len, model, resolved)
+        host = HeadHost(max_model_len, model, resolved)
         with faults_of_drafter():
             outline(config.speculative.method, config.speculative, host, drafter)
     load_weights(model, resolved, progress)

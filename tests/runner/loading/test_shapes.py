@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slipstream.configs.schema import ModelConfig, SpeculativeConfig
-from slipstream.runner.drafters.heads import OutlineHost, find_configured, outline
+from slipstream.runner.drafters.heads import HeadHost, find_configured, outline
 from slipstream.runner.loading.weights import load_weights, resolve_model
 from slipstream.runner.models.registry import build_model
 
@@ -43,7 +43,7 @@ def test_a_model_and_its_head_of_random_weights(name: str, tmp_path: Path) -> No
     assert found is not None and found.head is not None
     ids = SHAPES[head]["eagle_aux_hidden_state_layer_ids"]
     assert found.head.aux_boundaries == tuple(ids)
-    outline("eagle3", drafter, OutlineHost(4096, model, resolved), found)
+    outline("eagle3", drafter, HeadHost(4096, model, resolved), found)
 
 
 @pytest.mark.parametrize("name", [n for n in SHAPES if "eagle3" not in n])

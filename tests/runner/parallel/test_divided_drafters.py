@@ -13,7 +13,7 @@ import torch
 from slipstream.configs.schema import ModelConfig, SpeculativeConfig
 from slipstream.kernels.cpu import weight
 from slipstream.runner.drafters.division import choose_size
-from slipstream.runner.drafters.heads import FoundDrafter, OutlineHost, find_configured, load_head
+from slipstream.runner.drafters.heads import FoundDrafter, HeadHost, find_configured, load_head
 from slipstream.runner.loading import file_reader
 from slipstream.runner.loading.weights import resolve_model
 from slipstream.runner.models.layers import Linear, WeightFormat
@@ -157,7 +157,7 @@ def loaded(
         read[0] = done
 
     model = build_model(resolved.hf_config, device, torch.float32, ranks=ranks)
-    host = OutlineHost(64, model, resolved, device, loading)
+    host = HeadHost(64, model, resolved, device, loading)
     return load_head(spec.method, spec, host, 4), read[0]
 
 
@@ -246,7 +246,7 @@ def test_a_head_that_cannot_be_divided_is_refused_if_asked_to(drafters: Drafters
     def load(ranks: Ranks) -> None:
         model = build_model(resolved.hf_config, CPU, torch.float32)
         model.format = replace(model.format, ranks=ranks)
-        load_head("eagle3", own, OutlineHost(64, model, resolved, CPU), 4, found)
+        load_head("eagle3", own, HeadHost(64, model, resolved, CPU), 4, found)
 
     with pytest.raises(CannotDivide, match="4 attention heads cannot be divided among .* 3 ranks"):
         on_ranks(3, load)
