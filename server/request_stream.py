@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from typing import Protocol
+from collections.abc import Callable
 
 from ..runner.messages import RequestOutput
 
@@ -27,16 +26,6 @@ class ShutDown(EngineDead):
 
 class SpeculatorRefused(Exception):
     """The worker refused to change its drafter. The message is one sentence."""
-
-
-class OutputStream(Protocol):
-    """The part of `RequestStream` that generations use, so that tests can script one."""
-
-    def __aiter__(self) -> AsyncIterator[RequestOutput]: ...
-
-    def drain(self) -> list[RequestOutput]: ...
-
-    async def follow(self, take: Callable[[list[RequestOutput]], bool]) -> None: ...
 
 
 class Turn:

@@ -10,7 +10,7 @@ import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, Protocol
+from typing import Any
 
 from jinja2 import Template, TemplateError, nodes
 from jinja2.exceptions import SecurityError
@@ -29,29 +29,11 @@ from .chat_messages import (
     with_tools_prompt,
 )
 from .content_guard import ContentGuard, RenderedChat
+from .deepseek import DeepSeekEncoder
 
 
 class ChatTemplateError(Exception):
     """A chat cannot be rendered; the text is one sentence for the client."""
-
-
-class Renderer(Protocol):
-    """What turns a chat into text: a compiled template, or an encoder."""
-
-    def render(self, values: dict[str, Any], /) -> str:
-        """The prompt; raises TemplateError if the chat is not one that it can show."""
-
-
-class ChatEncoder(Renderer, Protocol):
-    """A chat format that is written in this server, for a model without a template."""
-
-    @property
-    def source(self) -> str:
-        """A text with the format's markers, as a template's source has."""
-
-    @property
-    def traits(self) -> TemplateTraits:
-        """The form of messages that it reads."""
 
 
 class ChatTemplate:
@@ -63,7 +45,7 @@ class ChatTemplate:
         self,
         templates: str | Mapping[str, str] | None,
         special_tokens: Mapping[str, str],
-        encoder: ChatEncoder | None = None,
+        encoder: DeepSeekEncoder | None = None,
     ) -> None:
         named = {"default": templates} if isinstance(templates, str) else dict(templates or {})
         self._sources = named
@@ -178,7 +160,7 @@ class ChatTemplate:
 
     def _choose(
         self, wanted: str | None, tools: Sequence[Mapping[str, Any]] | None
-    ) -> tuple[Renderer, TemplateTraits]:
+    ) -> tuple[Template | DeepSeekEncoder, TemplateTraits]:
         if wanted is not None:
             return self._compile(self._sources.get(wanted, wanted))
         if self._encoder is not None:
@@ -212,7 +194,7 @@ def _compile(source: str) -> tuple[Template, TemplateTraits]:
         raise ChatTemplateError(f"The chat template is not valid: {error}.") from error
 
 
-def _render(template: Renderer, values: dict[str, Any]) -> str:
+def _render(template: Template | DeepSeekEncoder, values: dict[str, Any]) -> str:
     try:
         return template.render(values)
     except TemplateError as error:
@@ -223,7 +205,7 @@ def _render(template: Renderer, values: dict[str, Any]) -> str:
         raise ChatTemplateError(f"The chat template failed on the messages: {reason}.") from error
 
 
-def _render_continued(template: Renderer, values: dict[str, Any]) -> str:
+def _render_continued(template: Template | DeepSeekEncoder, values: dict[str, Any]) -> str:
     """Render the chat up to the end of its last message's text, which the model will continue.
 
     The text is marked before rendering, and the prompt cut at the mark."""

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ...runner.messages import AddRequest, RequestOutput, SamplingParams
-from ..request_stream import OutputStream
+from ..request_stream import RequestStream
 
 
 class Submits(Protocol):
     """The part of an engine client that measuring uses."""
 
-    def submit(self, request: AddRequest) -> OutputStream: ...
+    def submit(self, request: AddRequest) -> RequestStream: ...
 
     def abort(self, request_id: str) -> None: ...
 

@@ -15,7 +15,7 @@ from ...runner.messages import AddRequest, RequestOutput, SamplingParams
 from ..errors import EngineStopped, InvalidRequest, QueueFull, outcome_of
 from ..http.sse import Live, Write
 from ..output.sampling import with_max_tokens
-from ..request_stream import OutputStream
+from ..request_stream import RequestStream
 from ..text.choice_text import ChoiceText, GenerationEvent, TextOptions
 from ..text.stop_strings import StopStrings
 from .services import Services
@@ -78,7 +78,7 @@ class Generation:
             services.metrics.request(arrived, len(job.prompts[index // job.n]))
             for index in range(job.num_choices)
         ]
-        self._streams: list[OutputStream] = []
+        self._streams: list[RequestStream] = []
         self._pumps: list[asyncio.Task[None]] = []
 
     def submit(self) -> None:
@@ -181,7 +181,7 @@ class Generation:
         prompt_ids = job.prompts[prompt]
         return AddRequest(self._ids[index], prompt_ids, sampling, job.priority, job.cache_salt)
 
-    async def _one(self, stream: OutputStream) -> AsyncIterator[tuple[int, RequestOutput]]:
+    async def _one(self, stream: RequestStream) -> AsyncIterator[tuple[int, RequestOutput]]:
         async for output in stream:
             yield 0, output
         if self.choices[0].finish_reason is None:
@@ -190,7 +190,7 @@ class Generation:
     async def _merged(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue()
 
-        async def pump(index: int, stream: OutputStream) -> None:
+        async def pump(index: int, stream: RequestStream) -> None:
             last: BaseException | None = None
             try:
                 async for output in stream:

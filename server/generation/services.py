@@ -21,7 +21,7 @@ from ..health import Health, State
 from ..http.body import BodyReader
 from ..metrics import Metrics
 from ..output.chat_tools import OutputFormat
-from ..request_stream import OutputStream
+from ..request_stream import RequestStream
 from ..text.tokenizer import Tokenizer
 
 
@@ -40,7 +40,7 @@ class Engine(Protocol):
     @property
     def num_open(self) -> int: ...
 
-    def submit(self, request: AddRequest) -> OutputStream: ...
+    def submit(self, request: AddRequest) -> RequestStream: ...
 
     def abort(self, request_id: str) -> None: ...
 

@@ -12,6 +12,7 @@ from typing import Protocol
 from msgspec import UNSET
 
 from ..openai_types.replies import CalledFunction, ChatMessage, Delta, ReplyToolCall
+from ..text.tokenizer import Tokenizer
 from ..tool_parsers.base import (
     ContentDelta,
     Event,
@@ -146,13 +147,6 @@ def _extend(whole: CalledFunction, part: CalledFunction) -> None:
             setattr(whole, name, getattr(whole, name) + piece)
 
 
-class TokenIds(Protocol):
-    """The part of a tokenizer that is needed here."""
-
-    def token_to_id(self, token: str) -> int | None:
-        """The id of a token given by its text in the vocabulary, or None."""
-
-
 class OutputParser:
     """Combines a reasoning parser and a tool-call parser; either may be None."""
 
@@ -173,7 +167,7 @@ class OutputParser:
         """Parse a whole output; gives the same as its streamed events, joined."""
         return ParsedOutput().add(self.push(text)).add(self.finish())
 
-    def kept_ids(self, tokenizer: TokenIds) -> frozenset[int]:
+    def kept_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
         """The ids of special tokens that detokenization must keep for these parsers."""
         parsers = filter(None, (self._reasoning, self._tools))
         ids = (tokenizer.token_to_id(token) for p in parsers for token in p.special_tokens)

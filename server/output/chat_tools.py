@@ -25,7 +25,7 @@ from ..tool_parsers.base import Parser, ToolParser
 from ..tool_parsers.deepseek import DsmlToolParser
 from ..tool_parsers.forced import ForcedToolParser, forced_grammar, strict_grammar
 from ..tool_parsers.hermes import BEGIN, HermesToolParser
-from .chat_output import EventParser, MessageParser, OutputParser, PlainText, TokenIds
+from .chat_output import EventParser, MessageParser, OutputParser, PlainText
 from .grammars import grammar_of, grammar_of_calls
 from .reasoning import ReasoningParser, detect_reasoning_parser, reasoning_parser_class
 
@@ -123,12 +123,12 @@ class ChatFormat:
             return PlainText()
         return EventParser(output, self.show_reasoning, self.parallel, self.legacy)
 
-    def kept_ids(self, tokenizer: TokenIds) -> frozenset[int]:
+    def kept_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
         """The special tokens that detokenization must keep for the parser."""
         output = self._output("")
         return output.kept_ids(tokenizer) if output else frozenset()
 
-    def end_ids(self, tokenizer: TokenIds) -> frozenset[int]:
+    def end_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
         """The tokens that end an output, in addition to the model's own."""
         tokens = self.model.tools.end_tokens if self.model.tools else ()
         return frozenset(i for token in tokens if (i := tokenizer.token_to_id(token)) is not None)
