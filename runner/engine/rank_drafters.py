@@ -35,8 +35,7 @@ class DraftersElsewhere:
         group.on_drafter = self._note
 
     def load(self, model: str) -> Callable[[], str | None]:
-        """Let the other ranks load a checkpoint. Returns a function that waits for them, and
-        returns a sentence if one failed; any thread may call it."""
+        """See `ModelRunner.load_elsewhere`; any thread may call what it returns."""
         with self._lock:
             self._number += 1
             self._faults.clear()

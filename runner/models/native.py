@@ -37,10 +37,7 @@ class NativeBlock(Protocol):
         """Its projections: query, key and value fused; output; gate and up fused; down."""
 
     def native_weights(self) -> LayerWeights | None:
-        """Its weights for the native code.
-
-        None unless every projection is loaded and native, so that it has a `matrix`.
-        """
+        """Its weights for the native code, as the function `native_weights` returns them."""
 
 
 def native_weights(

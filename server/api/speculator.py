@@ -12,7 +12,7 @@ import contextlib
 import logging
 import uuid
 from collections.abc import Coroutine
-from typing import Any, Protocol, cast
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -31,21 +31,6 @@ from ..request_stream import EngineDead, SpeculatorRefused
 log = logging.getLogger("slipstream.speculator")
 
 _PER_DOMAIN, _PROBE_TOKENS = 4, 48
-
-
-class ChangesSpeculator(Engine, Protocol):
-    """The additional part of `EngineClient` that these routes use."""
-
-    async def change_speculator(self, action: str, model: str = "") -> None:
-        """See `EngineClient.change_speculator`."""
-
-    @property
-    def drafter(self) -> str | None: ...
-
-    @property
-    def drafter_fallback(self) -> str | None: ...
-
-    def reset_prefix_cache(self) -> None: ...
 
 
 class SpeculatorRequest(Body):
@@ -103,7 +88,7 @@ def speculator_routes(services: Services) -> APIRouter:
     @router.get("/v1/speculator")
     async def report_speculator(request: Request) -> Response:
         _check_key(request, keys)
-        engine = cast(ChangesSpeculator, services.engine)
+        engine = services.engine
         method = engine.ready.speculative_method
         state = SpeculatorState(method, engine.drafter, trial.model, engine.drafter_fallback)
         return Response(msgspec.json.encode(state), media_type="application/json")
@@ -133,7 +118,7 @@ class Trial:
         Raises InvalidRequest if the head cannot be loaded, EngineStopped if the worker dies. If
         cancelled, it restores the old head first.
         """
-        engine = cast(ChangesSpeculator, self._services.engine)
+        engine = self._services.engine
         self.model = model
         try:
             await self._load(engine, model)  # refuses a head that does not fit
@@ -152,14 +137,14 @@ class Trial:
         figures = {"before": before.tally.as_dict(), "after": after.tally.as_dict()}
         return SpeculatorReply(keep, reason, model, figures)
 
-    async def _load(self, engine: ChangesSpeculator, model: str) -> None:
+    async def _load(self, engine: Engine, model: str) -> None:
         try:
             await engine.change_speculator("load", model)
         except asyncio.CancelledError:  # the worker loads it nevertheless
             await _to_the_end(self._give_up(engine))
             raise
 
-    async def _measure(self, engine: ChangesSpeculator) -> tuple[Measurement, Measurement]:
+    async def _measure(self, engine: Engine) -> tuple[Measurement, Measurement]:
         """Measure the present head, swap in the loaded one, measure it, too."""
         try:
             before = await self._probe(engine)
@@ -169,12 +154,12 @@ class Trial:
             await _to_the_end(self._give_up(engine))
             raise
 
-    async def _give_up(self, engine: ChangesSpeculator) -> None:
+    async def _give_up(self, engine: Engine) -> None:
         with contextlib.suppress(EngineDead, EngineStopped):  # the trial ended with its worker
             await self._settle(engine, "revert")
 
     @staticmethod
-    async def _settle(engine: ChangesSpeculator, action: str) -> None:
+    async def _settle(engine: Engine, action: str) -> None:
         """End the trial with "keep" or "revert".
 
         A refusal here means that the worker was restarted, which is not the client's fault.
@@ -185,7 +170,7 @@ class Trial:
             raise EngineStopped(str(error)) from None
         engine.reset_prefix_cache()  # cached KV of drafts belongs to the other head
 
-    async def _probe(self, engine: ChangesSpeculator) -> Measurement:
+    async def _probe(self, engine: Engine) -> Measurement:
         engine.reset_prefix_cache()
         stop = sorted(self._services.tokenizer.eos_ids | set(engine.ready.eos_token_ids))
         room = engine.ready.max_model_len
