@@ -135,10 +135,17 @@ def test_a_grammar_that_takes_all_memory_ends_alone(
 # --- masks ------------------------------------------------------------------------------------
 
 
-def test_an_ambiguous_grammar_is_ended_before_it_holds_up_others(pool: GrammarPool) -> None:
+def test_an_ambiguous_grammar_is_ended_before_it_holds_up_others(
+    pool: GrammarPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "STEADY_LINE_SECONDS", 0.001)
     other = pool.compile(OBJECT).result(LONG_SECONDS)
-    words = {len(word): VOCAB.index(word) for word in WORDS}
-    for token_ids in ([words[16]] * 40, [words[127]] * 20):  # by and by, and at once
+    by_and_by, at_once = [ord("a")] * 200, [VOCAB.index(WORDS[-1])] * 20
+    # All masks together are too long, which the real limit notices after five seconds; then one is.
+    limits = remote.BURST_SECONDS, remote.STEP_SECONDS
+    for token_ids, burst, step in ((by_and_by, 0.1, 60.0), (at_once, *limits)):
+        monkeypatch.setattr(remote, "BURST_SECONDS", burst)
+        monkeypatch.setattr(remote, "STEP_SECONDS", step)
         matcher = pool.compile(AMBIGUOUS).result(LONG_SECONDS)
         assert isinstance(matcher, RemoteMatcher)
         longest = 0.0
