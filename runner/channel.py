@@ -63,6 +63,7 @@ class WorkerChannel:
 
     def has_messages(self) -> bool:
         # Runs in every step, so it avoids `poll`, which builds a poller object each time.
+        """True if `receive` would return messages at once."""
         return bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN)
 
     def also_wait_for(self, socket: zmq.Socket[bytes] | None) -> None:

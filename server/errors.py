@@ -127,6 +127,8 @@ class AuthenticationFailed(APIError):
 
 
 class BodyTooLarge(InvalidRequest):
+    """The body exceeds --max-body-bytes."""
+
     status = 413
 
     def __init__(self, limit: int) -> None:
@@ -158,6 +160,8 @@ class HeadTooLarge(APIError):
 
 
 class MalformedRequest(APIError):
+    """The bytes received are not a valid HTTP request."""
+
     status = 400
     type = "invalid_request_error"
     code = "malformed_request"

@@ -48,6 +48,7 @@ class NgramSpeculator(BaseSpeculator):
         self._max_len = min(own_limit, host.max_model_len)
 
     def propose(self, inputs: DraftInputs) -> Tensor:
+        """Drafts for rows that emitted a token, [N, K] int64, -1 where there is none."""
         requests = inputs.requests
         slots = inputs.idx_mapping[: inputs.num_reqs].long()  # [N] batch row -> slot
         total_len, max_drafts = requests.total_len[slots], requests.max_drafts[slots]

@@ -50,6 +50,7 @@ class KVCacheGroup:
         return values * (self.dtype or dtype).itemsize * len(self.owners)
 
     def shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        """The shape of one layer's cache tensor, for blocks of `block_size` tokens."""
         rows, fp8 = block_size // self.entry_tokens, self.layers[0].fp8
         if fp8 is not None and fp8.paged:
             return num_blocks, 1, 1, page_bytes(rows, fp8.latent, fp8.rotary)
@@ -144,6 +145,7 @@ class KVLayout:
         ]
 
     def bytes_of(self, num_blocks: int) -> int:
+        """Bytes of all groups, if a group of `block_size` has `num_blocks`."""
         parts = zip(self.groups, self.counts(num_blocks), self.block_sizes, strict=True)
         return sum(count * group.block_bytes(size, self.dtype) for group, count, size in parts)
 
@@ -229,6 +231,7 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the cache, over all groups."""
         return self._layout.bytes_of(self.num_blocks)
 
     def attention_state(

@@ -34,6 +34,7 @@ class RaggedRows:
 
     @property
     def is_empty(self) -> bool:
+        """True if all lists are empty."""
         return self._num_live == 0
 
     @property

@@ -56,10 +56,12 @@ class RecurrentStates:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the working states."""
         return sum(one.state.nbytes + one.history.nbytes for one in self.states.values())
 
     @property
     def snapshot_bytes(self) -> int:
+        """Bytes of one saved state, over all layers."""
         return sum(
             one.snapshots[0].nbytes + one.snapshot_tails[0].nbytes for one in self.states.values()
         )

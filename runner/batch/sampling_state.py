@@ -147,6 +147,7 @@ class SamplingState:
         return Feature(union)
 
     def uses(self, slot: int, features: Feature) -> bool:
+        """True if the slot uses any of `features`."""
         return bool(self._features[slot] & int(features))
 
     def max_top_k(self, slots: Iterable[int]) -> int | None:

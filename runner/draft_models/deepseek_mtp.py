@@ -104,6 +104,7 @@ class MtpModule(TargetHead, nn.Module):
         return {f"{self.prefix}{name}": slot for name, slot in module_slots(self).items()}
 
     def checkpoint_name(self, name: str) -> str | None:
+        """The slot name of a tensor; None for a copy of one of the target's."""
         return None if _SHARED.search(name) or name.endswith(".rotary_emb.inv_freq") else name
 
     def finish_loading(self, dummy: bool = False) -> None:

@@ -130,6 +130,7 @@ class DeepseekV4MtpHead(TargetHead, Block):
         return {f"{PREFIX}0.{name}": slot for name, slot in module_slots(self).items()}
 
     def checkpoint_name(self, name: str) -> str | None:
+        """The slot name of a tensor; None for a copy of one of the target's."""
         return None if _SHARED.match(name) else plain_name(name)
 
     def finish_loading(self, dummy: bool = False) -> None:

@@ -116,6 +116,7 @@ class Engine:
             self._scheduler.reject(message.request_id, sentence)
 
     def has_work(self) -> bool:
+        """True if `step` has anything to do."""
         scheduler = self._scheduler
         waits = self._in_flight or self._swap.is_busy
         if scheduler.has_requests or waits or scheduler.has_news:

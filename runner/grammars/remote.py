@@ -272,6 +272,7 @@ class StepClock:
 
     @property
     def elapsed(self) -> float:
+        """Seconds since the masks were requested."""
         return time.monotonic() - self._began
 
     @property

@@ -73,6 +73,7 @@ class Cut:
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
     def shape_of(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of this part of a tensor of this shape."""
         return (*shape[: self.dim], self.size, *shape[self.dim + 1 :])
 
 

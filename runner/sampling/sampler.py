@@ -34,6 +34,8 @@ MAX_CHUNK_BYTES = 256 << 20  # float32 logits processed at once, of which a few 
 
 @dataclass(frozen=True)
 class SamplerOutput:
+    """The tokens that a step emits."""
+
     sampled_token_ids: Tensor  # [N, K + 1] int64, -1 beyond num_sampled
     num_sampled: Tensor  # [N] int32, 0 for an unfinished prefill
     num_rejected: Tensor  # [N] int32, number of logits rows that emitted nothing

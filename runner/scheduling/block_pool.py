@@ -81,6 +81,7 @@ class BlockPool:
                 self._cached_free[block] = None
 
     def lookup(self, block_hash: bytes) -> int | None:
+        """The block with these contents, or None."""
         return self._by_hash.get(block_hash)
 
     def publish(self, block: int, block_hash: bytes) -> None:

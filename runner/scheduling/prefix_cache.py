@@ -26,6 +26,7 @@ class BlockHashes:
 
     @property
     def num_tokens(self) -> int:
+        """Number of tokens known."""
         return len(self._token_ids)
 
     def first(self, num_blocks: int, block_size: int, next_token: bool = False) -> list[bytes]:

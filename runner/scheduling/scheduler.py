@@ -86,6 +86,7 @@ class Scheduler:
         return request
 
     def get(self, request_id: str) -> Request | None:
+        """The unfinished request with this id, or None."""
         return self._requests.get(request_id)
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -122,6 +123,7 @@ class Scheduler:
 
     @property
     def has_requests(self) -> bool:
+        """True if any request is unfinished."""
         return bool(self._requests)
 
     def set_num_speculative_tokens(self, count: int) -> None:

@@ -228,6 +228,7 @@ class Target:
 
     @property
     def capture_report(self) -> CaptureReport | None:
+        """The report of the last capture; None without graphs."""
         return None if self._graphs is None else self._graphs.report
 
     def create_forward_fn(self, desc: BatchExecutionDescriptor, warmup: bool) -> tuple[Any, Any]:

@@ -106,6 +106,7 @@ class Engines:
         return self.ready
 
     def submit(self, request: AddRequest) -> RequestStream:
+        """Submit a request to one engine. Raises EngineDead unless one is ready."""
         loads = [c.num_open if c.state == "ready" else None for c in self.clients]
         for index, client in enumerate(self.clients):
             if (restarts := client.health.report.restarts) != self._restarts[index]:

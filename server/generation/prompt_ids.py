@@ -42,6 +42,7 @@ class Fit:
         return 1 if self.wanted is None else self.wanted
 
     def exceeded(self, count: int, is_exact: bool = True) -> ContextLengthExceeded:
+        """The error for a prompt of `count` tokens."""
         return ContextLengthExceeded(self.limit, count, self.output, self.param, exact=is_exact)
 
 

@@ -131,6 +131,7 @@ class Reply:
 
     @property
     def num_reasoning_tokens(self) -> int:
+        """The number of reasoning tokens so far."""
         return 0
 
     def steps(self, steps: Sequence[StepText]) -> list[SpeculativeStep]:

@@ -67,6 +67,7 @@ class SizedBody(Body):
 
     @property
     def num_bytes(self) -> int:
+        """The size of the request's body in bytes."""
         return self._num_bytes
 
     @property
@@ -80,6 +81,7 @@ class SizedBody(Body):
         return self._num_bytes * (SCHEMA_WEIGHT if self.has_schema else 1)
 
     def note_size(self, num_bytes: int) -> None:
+        """Set the size of the body in bytes."""
         self._num_bytes = num_bytes
 
 

@@ -138,6 +138,7 @@ class ResponsesRequest(SizedBody):
 
     @property
     def wants_logprobs(self) -> bool:
+        """Whether the reply must contain the log probabilities of its tokens."""
         return "message.output_text.logprobs" in (self.include or ())
 
     def chat(self) -> dict[str, Any]:

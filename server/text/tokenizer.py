@@ -87,6 +87,7 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
+        """The default chat template, or None."""
         return self.chat_templates.get("default")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -170,6 +171,7 @@ class Tokenizer:
         return self.backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
 
     def token_to_id(self, token: str) -> int | None:
+        """The id of a token in the vocabulary's spelling, or None."""
         return self.backend.token_to_id(token)
 
     def _mark_special_tokens(self) -> None:

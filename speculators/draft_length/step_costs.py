@@ -102,6 +102,7 @@ class StepCosts:
         return mixed
 
     def seconds(self, num_reqs: int, num_drafts: float) -> float:
+        """Seconds of a step."""
         row = self.row(num_reqs)
         if num_drafts in range(len(row)):
             return float(row[int(num_drafts)])
