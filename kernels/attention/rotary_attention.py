@@ -60,11 +60,13 @@ def _fused(
 ) -> Tensor | None:
     """All of it in one kernel; None if the launch plan does not allow that."""
     from .triton import rotary_attention as fused
-    from .triton.attention_plan import plan_for
+    from .triton.attention_plan import plan_for, summed_inside
 
     plan = plan_for(query, kv_cache, rows, rule)
     if not plan.fused:
         return None
+    if rotation.whole:
+        plan = summed_inside(plan)
     result: Tensor = fused.rotary_attention(
         query, key, value, rotation, kv_cache, rows, rule, plan, out
     )

@@ -17,3 +17,5 @@ class Rotation:
     cos_sin_cache: Tensor  # [max_position, rot_dim], cos in the first half of a row, then sin
     interleaved: bool = False  # pairs are (2i, 2i + 1) instead of (i, i + rot_dim / 2)
     norms: HeadNorms | None = None  # applied to each head before it is rotated
+    # One kernel should attend if it can: the next launch may begin when the last kernel does.
+    whole: bool = False

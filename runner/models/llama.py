@@ -140,9 +140,11 @@ class Attention(nn.Module):
         out = selected(out, only)
         return self.o_proj.parts(out) if residual is None else self.o_proj.add(out, residual)
 
-    def attend_heads(self, qkv: Tensor, rotary: RotaryStep, attention: AttentionState) -> Tensor:
+    def attend_heads(
+        self, qkv: Tensor, rotary: RotaryStep, attention: AttentionState, whole: bool = False
+    ) -> Tensor:
         """What attention computes of the results of `qkv_proj`, [M, N] or parts [S, M, N], before
-        the output projection: [M, heads * head_dim]."""
+        the output projection: [M, heads * head_dim]. `whole`: see `Rotation`."""
         heads = qkv.view(*qkv.shape[:-1], -1, self.head_dim)
         counts = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         query, key, value = torch.split(heads, counts, dim=-2)
@@ -151,7 +153,7 @@ class Attention(nn.Module):
         norms = None
         if self.qk_norm:
             norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        turn = Rotary(rotary.positions, rotary.cos_sin_cache, rotary.interleaved, norms)
+        turn = Rotary(rotary.positions, rotary.cos_sin_cache, rotary.interleaved, norms, whole)
         out = attention.rotate_and_attend(self.layer.layer_id, query, key, value, turn)
         return out.reshape(qkv.shape[-2], self.q_size)
 
@@ -309,7 +311,7 @@ class DecoderLayer(nn.Module):
         return project.parts(x, norm)
 
     def attend_row(self, qkv: Tensor, rotary: RotaryStep, attention: AttentionState) -> Tensor:
-        return self.self_attn.attend_heads(qkv, rotary, attention)
+        return self.self_attn.attend_heads(qkv, rotary, attention, whole=True)
 
     def native_weights(self) -> LayerWeights | None:
         if not isinstance(self.mlp, MLP):

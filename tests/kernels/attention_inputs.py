@@ -32,8 +32,9 @@ def rotary_inputs(
     kv_cache: Tensor,
     interleaved: bool = False,
     norms: Any = None,
+    whole: bool = False,
     **args: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Rotation, Tensor, PagedRows, AttentionRule]:
     """The arguments of `rotary_attention`; further keywords as for `paged_inputs`."""
-    rotation = Rotation(positions, cos_sin_cache, interleaved, norms)
+    rotation = Rotation(positions, cos_sin_cache, interleaved, norms, whole)
     return query, key, value, rotation, *paged_inputs(query, kv_cache, **args)[1:]

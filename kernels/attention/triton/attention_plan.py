@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -15,6 +15,7 @@ from ..paged_rows import AttentionRule, PagedRows
 MAX_SPLITS = 16
 _MOST_PREFILL_SPLITS = 8
 FUSED_QUERY_LEN = 16  # the fused kernel takes at most this number of new tokens per request
+_MOST_SUMMED = 16  # rows of the fused kernel, whose heads have up to 128 values
 _LAST_SUMS_VALUES = 2048  # the last program sums the splits if one split has at most these values
 # Measured on an H200 with `tests/lab/measure_chain.py attention`.
 _PER_PROCESSOR = 2  # programs per multiprocessor, which hide each other's latency
@@ -186,6 +187,12 @@ def plan_launch(
         early=fused and 2 * programs <= num_processors,
         only_long=only_long,
     )
+
+
+def summed_inside(plan: Launch) -> Launch:
+    """The plan with the splits summed by the last program, if a second kernel would."""
+    needed = plan.splits > 1 and not plan.last_sums and plan.rows <= _MOST_SUMMED
+    return replace(plan, last_sums=plan.rows) if needed else plan
 
 
 def plan_for(query: Tensor, kv_cache: Tensor, rows: PagedRows, rule: AttentionRule) -> Launch:

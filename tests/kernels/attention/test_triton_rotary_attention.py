@@ -233,6 +233,16 @@ def test_sinks(
     check(monkeypatch, case(2, [33, 2, 0]), changes, sinks=sinks, sliding_window=window)
 
 
+def test_one_kernel_sums_the_splits_if_the_next_launch_begins_with_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from slipstream.kernels.attention.triton import rotary_attention as fused
+
+    monkeypatch.setattr(fused, "sum_splits", None)  # the second kernel
+    changes = {"splits": 4, "block_n": 16, "last_sums": 0}
+    check(monkeypatch, case(1, [37, 5]), changes, whole=True)
+
+
 def test_two_kernels_run_what_one_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     from slipstream.kernels.attention.triton import rotary_attention as fused
 
