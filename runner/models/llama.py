@@ -19,7 +19,7 @@ from ..attention.base import AttentionLayer, AttentionState, Rotary
 from ..errors import ModelLoadError
 from ..parallel.ranks import head_counts
 from .base import PreNormModel
-from .formats.row_decoder import RowDecoder, RowWeights, matrix_of
+from .formats.row_decoder import RowDecoder, RowWeights, tiled_matrix
 from .layers import Linear, RMSNorm, WeightFormat
 from .native import NativeDecoder, native_weights
 from .rotary import RotaryEmbedding, RotaryStep, rope_parameters
@@ -298,10 +298,7 @@ class DecoderLayer(nn.Module):
         plain = type(self).forward is DecoderLayer.forward and type(attend) is Attention
         if not plain or type(mlp) is not MLP:
             return None
-        linears = self.linears()
-        if any(linear.bias is not None for linear in linears):
-            return None
-        matrices = [matrix_of(linear.packed, linear.weight) for linear in linears]
+        matrices = [tiled_matrix(linear.packed, linear.bias) for linear in self.linears()]
         norms = self.input_layernorm.inside, self.post_attention_layernorm.inside
         return RowWeights.of(matrices, norms)
 
@@ -374,7 +371,7 @@ class LlamaModel(PreNormModel):
         rotary = RotaryEmbedding(rope_parameters(config), head_dim, max_position, fmt.device)
         super().__init__(config, fmt, blocks, rotary)
         self.blocks = blocks
-        if fmt.ranks is None and not fmt.is_plain and not fmt.batch_invariant:
+        if fmt.packed and fmt.ranks is None and not fmt.torch_only:
             self.row_decoder = RowDecoder(fmt.device)
         if fmt.native and fmt.ranks is None:  # it runs layers without collectives
             rotaries = [rotary] * len(blocks)

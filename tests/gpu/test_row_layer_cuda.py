@@ -11,8 +11,8 @@ from torch import Tensor
 
 from slipstream.kernels import launch
 from slipstream.kernels.packed.persistent.row_layer import multiply_row_reference
-from slipstream.kernels.packed.persistent.row_weights import Matrix, RowLayer, fits_row_layer
-from slipstream.kernels.quant.tiled import tile
+from slipstream.kernels.packed.persistent.row_weights import RowLayer, fits_row_layer
+from slipstream.kernels.quant.tiled import TiledWeight, tile
 
 from ..kernels.quant.random_weights import random_weight
 
@@ -32,12 +32,8 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "pdl_wanted", lambda: True)
 
 
-def matrix_of(name: str, rows: int, columns: int, seed: int) -> Matrix:
+def matrix_of(name: str, rows: int, columns: int, seed: int) -> TiledWeight:
     """A random matrix whose products with a row have about its deviation."""
-    if name == "bf16":
-        make = torch.Generator("cuda").manual_seed(seed)
-        numbers = torch.randn(rows, columns, device="cuda", generator=make)
-        return (numbers / columns**0.5).bfloat16()
     found = tile(random_weight(name, rows, columns, "cuda", seed=seed))
     return replace(found, scales=found.scales / columns**0.5)
 
@@ -58,7 +54,7 @@ def close(got: Tensor | None, exact: Tensor | None) -> None:
     assert error < 0.01, error  # of the rounding of each product's input
 
 
-@pytest.mark.parametrize("name", ["int4 128", "fp8 rows", "bf16"])
+@pytest.mark.parametrize("name", ["int4 128", "fp8 rows"])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_chains_equal_the_plain_version(name: str, sizes: tuple[int, int, int, int]) -> None:
     """Eagerly and in a graph, whose replays have the same bits: no program overtakes another."""

@@ -139,7 +139,7 @@ def few(more: bool) -> None:
     for rows in (1, 17, 300):  # each form, and both ways of sorting rows
         narrow_experts(GPT_OSS, rows, whole=rows == 1)
     coded(512, 1024)
-    for at, name in enumerate(("int4", "fp8", "bf16")):
+    for at, name in enumerate(("int4", "fp8")):
         row_layer(name, 512, 1024, 3584, (False, True) if more else (at % 2 > 0,))
     one("fp8", qkv, Skinny(64, 128, 4, 4, 2, 16), 9)
     one("int4", qkv, Skinny(64, 256, 3, 4, 2, 128), 99)
@@ -224,10 +224,7 @@ def coded(outputs: int, inputs: int) -> None:
 def row_layer(name: str, outputs: int, hidden: int, inner: int, lasts: Iterable[bool]) -> None:
     """Compile the launch between two attentions of one row, or after the last one (`lasts`)."""
     shapes = ((hidden, hidden), (2 * inner, hidden), (hidden, inner), (outputs, hidden))
-    weights = [
-        meta(*shape) if name == "bf16" else tile_on_meta(name, Shape("other", *shape))
-        for shape in shapes
-    ]
+    weights = [tile_on_meta(name, Shape("other", *shape)) for shape in shapes]
     norm = meta(hidden), 1e-5
     layer = RowLayer(*weights, norm, norm)
     assert fits_row_layer(layer, base.BF16, torch.device("meta"))

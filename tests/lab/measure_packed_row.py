@@ -344,6 +344,7 @@ def main() -> None:
     parser.add_argument("--compile-only", action="store_true")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args()
+    os.environ["SLIPSTREAM_ROW_LAYER"] = "0"  # which leaves nothing to choose
     names = args.parts or list(PARTS)
     child = os.fork()
     if child == 0:

@@ -7,14 +7,23 @@ One kernel computes them all, so that the memory does not rest between them; see
 
 from __future__ import annotations
 
+import os
+
 from torch import Tensor
 from torch.nn import functional
 
 from ...linear.norm_rope import fused_add_rms_norm_reference
-from .row_weights import Matrix, RowLayer
+from ...quant.tiled import TiledWeight
+from .row_weights import RowLayer
 
-# Kinds of matrices for which a model uses it: those for which a GPU found it to be faster.
-USED_KINDS: frozenset[str] = frozenset()
+
+def row_layers_wanted() -> bool:
+    """Whether models use it: they do, unless SLIPSTREAM_ROW_LAYER=0.
+
+    Processes that share a GPU by MPS must turn it off, because each of two launches could keep
+    multiprocessors that the other waits for.
+    """
+    return os.environ.get("SLIPSTREAM_ROW_LAYER") != "0"
 
 
 def multiply_row(
@@ -37,9 +46,8 @@ def multiply_row_reference(
 ) -> tuple[Tensor, Tensor | None]:
     """The plain version of `multiply_row`."""
 
-    def product(row: Tensor, matrix: Matrix) -> Tensor:
-        numbers = matrix if isinstance(matrix, Tensor) else matrix.dequantise(row.dtype)
-        return row @ numbers.to(row.dtype).T
+    def product(row: Tensor, weight: TiledWeight) -> Tensor:
+        return row @ weight.dequantise(row.dtype).T
 
     attended = product(x, layer.o)
     row, middle = fused_add_rms_norm_reference(attended, residual, *layer.norm)

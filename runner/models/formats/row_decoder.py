@@ -1,7 +1,7 @@
 """Runs the blocks of a model for one row: attention, and one kernel between two attentions.
 
-It serves models of plain blocks whose matrices all have one format that the kernel knows, on one
-GPU. Every other step runs block by block.
+It serves models of plain blocks whose matrices are all quantised in one format that the kernel
+knows, on one GPU. Every other step runs block by block.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from ....kernels.linear.linear import Norm
-from ....kernels.packed.persistent import row_layer
-from ....kernels.packed.persistent.row_layer import multiply_row
-from ....kernels.packed.persistent.row_weights import Matrix, RowLayer, fits_row_layer
+from ....kernels.packed.persistent.row_layer import multiply_row, row_layers_wanted
+from ....kernels.packed.persistent.row_weights import RowLayer, fits_row_layer
 from ....kernels.quant.tiled import TiledWeight
 from ...attention.base import AttentionState
 from .packed import PackedLayer
@@ -26,15 +25,17 @@ from .packed import PackedLayer
 class RowWeights:
     """The weights of a block, and the norms before attention and before gate and up."""
 
-    qkv: Matrix
-    o: Matrix
-    gate_up: Matrix
-    down: Matrix
+    qkv: TiledWeight
+    o: TiledWeight
+    gate_up: TiledWeight
+    down: TiledWeight
     input_norm: Norm
     inner_norm: Norm
 
     @classmethod
-    def of(cls, matrices: Sequence[Matrix | None], norms: tuple[Norm, Norm]) -> RowWeights | None:
+    def of(
+        cls, matrices: Sequence[TiledWeight | None], norms: tuple[Norm, Norm]
+    ) -> RowWeights | None:
         """Matrices in the order of the fields; None if one of them is."""
         qkv, o, gate_up, down = matrices
         if qkv is None or o is None or gate_up is None or down is None:
@@ -55,11 +56,9 @@ class RowBlock(Protocol):
         """What attention computes of them before the output projection, [1, heads * head_dim]."""
 
 
-def matrix_of(packed: PackedLayer | None, weight: Tensor | None) -> Matrix | None:
-    """The matrix of a linear layer as kernels read it, quantised or not; None if it is several."""
-    if packed is None:
-        return weight
-    whole = None if packed.torch_only else packed.whole
+def tiled_matrix(packed: PackedLayer | None, bias: Tensor | None) -> TiledWeight | None:
+    """The matrix of a linear layer if that is all that the layer has, in the kernels' form."""
+    whole = None if packed is None or packed.torch_only or bias is not None else packed.whole
     return whole if isinstance(whole, TiledWeight) else None
 
 
@@ -73,10 +72,9 @@ class RowDecoder:
 
     def runs(self, blocks: Sequence[Any], hidden: Tensor) -> bool:
         """Whether `run` can take the place of these blocks for the rows `hidden` [M, H]."""
-        if not row_layer.USED_KINDS or hidden.shape[0] != 1:
+        if hidden.shape[0] != 1 or not row_layers_wanted():
             return False
-        layers = self._layers(blocks, hidden)
-        return layers is not None and layers[0].kind in row_layer.USED_KINDS
+        return self._layers(blocks, hidden) is not None
 
     def run(
         self,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.packed.persistent.row_layer import multiply_row_reference
-from slipstream.kernels.packed.persistent.row_weights import Matrix, RowLayer, fits_row_layer
+from slipstream.kernels.packed.persistent.row_weights import RowLayer, fits_row_layer
 from slipstream.kernels.quant.tiled import tile
 
 from ..gluon_threads import ThreadedKernel
@@ -25,7 +25,6 @@ SMALLEST = 2.0**-133  # number of bfloat16
 SIZES = {
     "int4 128": (768, 512, 2304, 336),
     "fp8 rows": (384, 1152, 1280, 48),
-    "bf16": (320, 1088, 576, 48),
 }
 
 
@@ -55,23 +54,15 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
         "meet_programs",
         masked_4=masked_4,
         masked_8=masked_8,
-        numbers_16=lambda words: words.view(torch.bfloat16).float(),
         minus_eight=lambda spans, _: torch.full((spans, 16, 64), -8 * SMALLEST),
     ).replace(monkeypatch)
     return hopper_row
 
 
-def matrix_of(name: str, rows: int, columns: int, seed: int = 0) -> Matrix:
-    if name == "bf16":
-        make = torch.Generator().manual_seed(seed)
-        return torch.randn(rows, columns, generator=make).bfloat16() / columns**0.5
-    return tile(random_weight(name, rows, columns, seed=seed))
-
-
 def layer_of(name: str, sizes: tuple[int, int, int, int]) -> RowLayer:
     heads, hidden, inner, outputs = sizes
     shapes = ((hidden, heads), (2 * inner, hidden), (hidden, inner), (outputs, hidden))
-    weights = [matrix_of(name, *shape, seed=i) for i, shape in enumerate(shapes)]
+    weights = [tile(random_weight(name, *shape, seed=i)) for i, shape in enumerate(shapes)]
     norms = [(torch.rand(hidden) + 0.5, 1e-5 * (1 + i)) for i in range(2)]
     return RowLayer(*weights, *norms)
 
@@ -108,10 +99,10 @@ def test_fewer_steps_may_be_on_their_way_than_there_are_stages(kernel: Any, flyi
     run(kernel, layer_of("int4 128", SIZES["int4 128"]), 5, flying=flying, stages=5)
 
 
-def test_it_knows_bf16_and_fp8_of_rows_and_int4_of_128_() -> None:
-    known = {"int4 128", "fp8 rows", "bf16"}
-    for name in (*FORMATS, "bf16"):
-        weights = [matrix_of(name, *shape) for shape in SHAPES]
+def test_it_knows_fp8_of_rows_and_int4_of_128_() -> None:
+    known = {"int4 128", "fp8 rows"}
+    for name in FORMATS:
+        weights = [tile(random_weight(name, *shape)) for shape in SHAPES]
         layer = RowLayer(*weights, NORM, NORM)
         assert fits_row_layer(layer, torch.bfloat16, CPU) == (name in known), name
         assert not fits_row_layer(layer, torch.float16, CPU)

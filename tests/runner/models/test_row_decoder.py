@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from slipstream.configs.model.quantisation import parse_quantisation
-from slipstream.kernels.packed.persistent import row_layer, row_weights
+from slipstream.kernels.packed.persistent import row_weights
 from slipstream.kernels.packed.persistent.row_layer import multiply_row_reference
 from slipstream.kernels.packed.persistent.row_weights import RowLayer
 from slipstream.runner.attention.base import Rotary
@@ -44,7 +44,6 @@ class Attends:
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each launch has a next layer; the plain version takes the place of the kernel."""
-    monkeypatch.setattr(row_layer, "USED_KINDS", {"int4", "bf16"})
     monkeypatch.setattr(row_weights, "_LEAST_BYTES", 0)
     seen: list[bool] = []
 
@@ -92,7 +91,7 @@ def test_one_row_equals_the_blocks_one_by_one(
     model = model_of(GPTQ, use_qk_norm=qk_norm)
     got = forward(model)
     assert launches == [True, True, False]
-    monkeypatch.setattr(row_layer, "USED_KINDS", set())
+    monkeypatch.setenv("SLIPSTREAM_ROW_LAYER", "0")
     close(got, forward(model))
     assert len(launches) == 3
 
@@ -104,8 +103,16 @@ def test_duplicate_blocks_can_be_left_out(
     with ShortPass(model).running():
         got = forward(model)
         assert launches == [True, False]
-        monkeypatch.setattr(row_layer, "USED_KINDS", set())
+        monkeypatch.setenv("SLIPSTREAM_ROW_LAYER", "0")
         close(got, forward(model))
+
+
+def test_small_layers_run_block_by_block(
+    launches: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_weights, "_LEAST_BYTES", 1 << 20)
+    forward(model_of(GPTQ))
+    assert launches == []
 
 
 @pytest.mark.parametrize(

@@ -132,10 +132,8 @@ def _multiply(
             excesses += (excess_of(xs[step], GROUPS, SUMS, SPANS),)
     for turn in range(count):
         sums = none, none, none, none
-        if SLICES == 2:
+        if GROUPS == 0:
             sums = none, none
-        if SLICES == 1:
-            sums = (none,)
         if STEPS <= HELD:
             for step in gl.static_range(STEPS):
                 now, now_scales = words, scales
@@ -145,7 +143,7 @@ def _multiply(
                     GROUPS, SUMS, STAGES,
                 )  # fmt: skip
                 even = excesses[step]
-                sums = add_step(sums, now, now_scales, xs[step], even, GROUPS, SLICES)
+                sums = add_step(sums, now, now_scales, xs[step], even, GROUPS)
         else:
             x_now = first
             for step in range(STEPS):
@@ -157,7 +155,7 @@ def _multiply(
                 )  # fmt: skip
                 x_next = input_of(x, step + 1, size, SLICES, SUMS, SPANS)
                 even = excess_of(x_now, GROUPS, SUMS, SPANS)
-                sums = add_step(sums, now, now_scales, x_now, even, GROUPS, SLICES)
+                sums = add_step(sums, now, now_scales, x_now, even, GROUPS)
                 x_now = x_next
         partials.index(turn).store(total_of(sums, SLICES, FACTORS, SUMS))
     return fill, words, scales
@@ -226,7 +224,7 @@ def multiply_all(
     of_qkv = _rows_of(TILES[3], TURNS[3], HEIGHT, gl.SliceLayout(1, WHOLE))
     gains, next_gains = _load_rows(gain, of_hidden), _load_rows(next_gain, of_hidden)
     o_factors, down_factors, gate_factors, up_factors, qkv_factors = 1.0, 1.0, 1.0, 1.0, 1.0
-    if SLICES == 2:
+    if GROUPS == 0:
         o_factors, down_factors = _load_rows(o[2], of_hidden), _load_rows(down[2], of_hidden)
         gate_factors = _load_rows(gate_up[2], of_gate)
         up_factors = _load_rows(gate_up[2] + width, of_gate)

@@ -74,12 +74,6 @@ def masked_8(words):
 
 
 @gluon.jit
-def numbers_16(words):
-    """Words that are numbers of bfloat16."""
-    return words.to(gl.bfloat16, bitcast=True)
-
-
-@gluon.jit
 def minus_eight(SPANS: gl.constexpr, LEFT: gl.constexpr):
     """The zero of "int4", negative, as a tile of such tiny floats of an even slice."""
     bits = gl.full([SPANS, HEIGHT, 64], -0x7FF8, gl.int16, layout=LEFT)
@@ -96,7 +90,7 @@ def excess_of(x, GROUPS: gl.constexpr, SUMS: gl.constexpr, SPANS: gl.constexpr):
 
 
 @gluon.jit
-def add_step(sums, words, scales, x, even, GROUPS: gl.constexpr, SLICES: gl.constexpr):
+def add_step(sums, words, scales, x, even, GROUPS: gl.constexpr):
     """Add the products of a step to the sums of each slice."""
     added = ()
     if GROUPS > 0:
@@ -106,8 +100,6 @@ def add_step(sums, words, scales, x, even, GROUPS: gl.constexpr, SLICES: gl.cons
             part = mma_v2(tiles[i], x, odd if i % 2 else even)
             scale = scales[i * GROUPS // 4].to(gl.float32)
             added += (sums[i] + part * scale[:, :, None],)
-    elif SLICES == 1:
-        added += (mma_v2(numbers_16(words), x, sums[0]),)
     else:
         tiles = masked_8(words)
         for i in gl.static_range(2):
