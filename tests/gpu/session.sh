@@ -36,6 +36,6 @@ run_tests listed 250 tests/gpu/test_listed_cuda.py
 run_tests experts 300 tests/gpu/test_expert_models_cuda.py tests/gpu/test_packed_experts_cuda.py tests/gpu/test_grouped_experts_cuda.py
 run_tests batch-invariant 240 tests/gpu/test_batch_invariant.py
 run_tests kernels 250 tests/gpu/test_kernels_cuda.py tests/gpu/test_linear_cuda.py \
-  tests/gpu/test_packed_cuda.py tests/gpu/test_hopper_product_cuda.py \
+  tests/gpu/test_packed_cuda.py tests/gpu/test_row_layer_cuda.py tests/gpu/test_hopper_product_cuda.py \
   tests/gpu/test_rotary_attention_cuda.py \
   tests/gpu/test_sampling_cuda.py tests/gpu/test_recurrent_cuda.py
