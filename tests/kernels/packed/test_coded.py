@@ -294,7 +294,7 @@ def test_measured_tiles_come_before_the_rule() -> None:
     from slipstream.kernels.packed.coded_choice import _MEASURED
 
     made_of: dict[str, Any] = {"kind": "fp8", "activations": "fp8-token", "row_group": 1}
-    made_of |= {"order": None, "device": torch.device("cpu")}
+    made_of |= {"order": None, "zeros": None, "device": torch.device("cpu")}
     for (name, shape, bucket), choice in _MEASURED.items():
         assert name == "fp8"
         weight: Any = SimpleNamespace(**made_of, group=shape.inputs, columns=shape.inputs)

@@ -148,7 +148,8 @@ def test_norms_sum_parts_of_16_bits_in_float32(dtype: torch.dtype) -> None:
 def test_it_is_chosen_on_hopper_for_scales_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = {role: Shape(role, 4096, 4096) for role in ("qkv", "o", "down")}
     layers["gate_up"] = Shape("gate_up", 28672, 4096)
-    made_of = {"kind": "fp8", "activations": "fp8-token", "row_group": 1, "order": None}
+    made_of: dict[str, Any] = {"kind": "fp8", "activations": "fp8-token", "row_group": 1}
+    made_of |= {"order": None, "zeros": None}
     weight: Any = SimpleNamespace(**made_of, group=4096, columns=4096, device="card")
 
     def chosen(role: str, rows: int) -> Any:
