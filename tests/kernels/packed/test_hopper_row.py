@@ -13,6 +13,7 @@ from slipstream.kernels.packed.persistent.row_layer import multiply_row_referenc
 from slipstream.kernels.packed.persistent.row_weights import RowLayer, fits_row_layer
 from slipstream.kernels.quant.tiled import tile
 
+from ...cases import some
 from ..gluon_threads import ThreadedKernel
 from ..quant.random_weights import FORMATS, random_weight
 
@@ -82,10 +83,15 @@ def run(kernel: Any, layer: RowLayer, programs: int, **changes: int) -> None:
                 torch.testing.assert_close(found, exact, rtol=1e-4, atol=atol)
 
 
-@pytest.mark.parametrize("name", SIZES)
+FORMS = [(1, 2, 4, 8), (3, 3, 1, 8), (5, 11, 4, 8), (64, 3, 4, 8), (4, 2, 2, 16)]
+
+
 @pytest.mark.parametrize(
-    ("programs", "stages", "held", "spans"),
-    [(1, 2, 4, 8), (3, 3, 1, 8), (5, 11, 4, 8), (64, 3, 4, 8), (4, 2, 2, 16)],
+    ("name", "programs", "stages", "held", "spans"),
+    some(
+        [(name, *form) for name in SIZES for form in FORMS],
+        kept=[(tuple(SIZES)[at % 2], *form) for at, form in enumerate(FORMS)],
+    ),
 )
 def test_a_layer_is_that_of_its_parts(
     kernel: Any, name: str, programs: int, stages: int, held: int, spans: int
@@ -94,7 +100,7 @@ def test_a_layer_is_that_of_its_parts(
     run(kernel, layer_of(name, SIZES[name]), programs, stages=stages, held=held, spans=spans)
 
 
-@pytest.mark.parametrize("flying", [1, 2, 5])
+@pytest.mark.parametrize("flying", some([1, 2, 5], [2]))
 def test_fewer_steps_may_be_on_their_way_than_there_are_stages(kernel: Any, flying: int) -> None:
     run(kernel, layer_of("int4 128", SIZES["int4 128"]), 5, flying=flying, stages=5)
 
