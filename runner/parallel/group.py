@@ -38,6 +38,7 @@ from .commands import (
     encoder,
 )
 from .rank_processes import (
+    Host,
     HostedRanks,
     LocalRanks,
     RankProcesses,
@@ -92,6 +93,8 @@ class RankGroup:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._commands: list[zmq.Socket[bytes]] = []
         self._processes: RankProcesses
+        # Of this process, for the collectives of a group on several hosts.
+        self.host: Host | None = None
         if hosted is None:
             self._processes = LocalRanks(config, engines)
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from slipstream.configs.schema import Config, ModelConfig, ParallelConfig
 from slipstream.runner.parallel import group as group_module
 from slipstream.runner.parallel import rank_processes
 from slipstream.runner.parallel.group import RankFailed, RankGroup
+from slipstream.runner.process import Hosted
 
 # What a main thread does that waits for a kernel: it neither returns nor handles a signal.
 SPINS = """
@@ -50,6 +52,16 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[subprocess.Popen[b
         if process.poll() is None:
             process.kill()
             process.wait()
+
+
+def test_a_group_that_cannot_listen_says_why_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    elsewhere = Hosted("203.0.113.1", "")  # an address that is kept for documents
+    with pytest.raises(OSError, match="assign requested address"):
+        RankGroup(CONFIG, lambda sentence: None, elsewhere, lambda message: None)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("way", ["abandon", "shutdown"])
