@@ -30,7 +30,6 @@ from ..messages import (
     StepOutputs,
     ToWorker,
 )
-from ..parallel.engine_group import Calls
 from ..parallel.group import RankGroup
 from ..parallel.rank_processes import rendezvous_of_engines
 from ..process import EngineOrders, Hosted, end_now
@@ -262,6 +261,8 @@ def build_engine(
     if orders is None:  # as in measurements of single engines
         config = replace(config, parallel=replace(config.parallel, data_parallel_size=1))
     else:
+        from ..parallel.engine_group import Calls
+
         meeting = rendezvous_of_engines(orders, hosted, tell)
         calls = Calls(orders, hosted)
     if config.parallel.tensor_parallel_size > 1:

@@ -5,10 +5,14 @@ Each engine has its own requests and scheduler, but every MoE layer needs the ra
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ..messages import ExpertLoad
-from ..parallel.engine_group import Calls
 from ..scheduling.plan import StepPlan
-from ..step.data_parallel import DataParallelSync
+
+if TYPE_CHECKING:
+    from ..parallel.engine_group import Calls
+    from ..step.data_parallel import DataParallelSync
 
 
 class Lockstep:
