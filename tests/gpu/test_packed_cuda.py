@@ -14,6 +14,7 @@ from torch import Tensor
 from slipstream.kernels import launch
 from slipstream.kernels.cpu.formats import STORED_TYPES
 from slipstream.kernels.linear.linear_choice import Gemv, Skinny
+from slipstream.kernels.packed import choice as packed_choice
 from slipstream.kernels.packed.kinds import (
     Codes,
     Direct,
@@ -119,11 +120,14 @@ def test_every_format_is_exact(name: str, size: int, rows: int, dtype: torch.dty
 
 @pytest.mark.parametrize("columns", [1280, 1312, 2048])
 @pytest.mark.parametrize("name", GGUF_TYPES)
-def test_types_of_gguf_are_multiplied_as_they_are(name: str, columns: int) -> None:
+def test_types_of_gguf_are_multiplied_as_they_are(
+    name: str, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The chosen kernels for one row and more, with norm and residual: the memory that they read is
     that of the file, and the numbers are those of the gguf package."""
     if columns % STORED_TYPES[name].block_size:
         pytest.skip("no whole blocks")
+    monkeypatch.setattr(packed_choice, "FEW_ROWS", 16)
     stored = random_rows(name, 384, columns)
     exact = torch.from_numpy(dequantize(stored.data, GGMLQuantizationType[name]).copy())
     exact = exact.view(384, columns).double().cuda()

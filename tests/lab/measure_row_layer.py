@@ -137,7 +137,7 @@ def run(bench: Bench, kind: str, count: int, deadline: float) -> None:
         assert set(changes) <= set(names)
         form = replace(hopper_row.form_of(layers[0]), **changes)
         try:
-            with using(form, plan):
+            with using(form, plan), patch.dict(os.environ, {"SLIPSTREAM_ROW_LAYER": "1"}):
                 error = bench.error(step.hidden(), exact)
                 us = bench.time([step.hidden]) / count
             if form not in alone:

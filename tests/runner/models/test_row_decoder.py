@@ -45,6 +45,7 @@ class Attends:
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each launch has a next layer; the plain version takes the place of the kernel."""
     monkeypatch.setattr(row_weights, "_LEAST_BYTES", 0)
+    monkeypatch.setenv("SLIPSTREAM_ROW_LAYER", "1")
     seen: list[bool] = []
 
     def multiply(x: Tensor, residual: Tensor, layer: RowLayer, counter: Tensor) -> Any:
