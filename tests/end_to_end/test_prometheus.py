@@ -102,7 +102,7 @@ def make_traffic(server: RunningServer, client: OpenAI, rounds: int = ROUNDS) ->
             model=MODEL, messages=[{"role": "user", "content": f"Say {number}."}], max_tokens=8
         )
         httpx.post(f"{server.url}/v1/completions", json={"model": "absent", "prompt": "x"})
-        time.sleep(0.3)
+        time.sleep(1)  # so that each kind of request is seen by two scrapes
 
 
 @pytest.fixture(scope="module")
