@@ -16,7 +16,7 @@ from ...configs.schema import SpeculativeConfig
 from ...runner.messages import ChangeSpeculator, SpeculatorChanged
 from ..request_stream import EngineDead, SpeculatorRefused
 
-log = logging.getLogger("slipstream.engine")
+log = logging.getLogger("slipstream.speculator")
 
 
 class DrafterChanges:

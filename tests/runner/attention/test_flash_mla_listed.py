@@ -3,8 +3,11 @@ meaning, and its checks of shapes and strides, in plain torch."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from slipstream.kernels.quant.e4m3 import E4M3
 from slipstream.kernels.quant.latent_pages import page_bytes
 from slipstream.runner.attention import choice, flash_mla_listed
 from slipstream.runner.attention.base import (
+    AttentionCGSupport,
     AttentionLayer,
     BuilderSizes,
 )
@@ -151,6 +155,26 @@ def test_the_attention_equals_the_reference(
     fresh = ListedPass(Schedule, decode)
     expected = sparse_attention_reference(*other)
     torch.testing.assert_close(fresh(*other), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_the_back_end_plans_each_pass_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    package: Any = ModuleType("flash_mla")
+    package.get_mla_metadata = lambda: (Schedule(), None)
+    package.flash_mla_with_kvcache = decode
+    monkeypatch.setitem(sys.modules, "flash_mla", package)
+    fp8 = Fp8Cache(torch.float32, latent=448, rotary=64, paged=True)
+    layer: Any = SimpleNamespace(is_compressed=True, fp8=fp8)
+    sizes = BuilderSizes(64, 1, 6, 64, torch.bfloat16, torch.device("cpu"))
+    builder: Any = FlashMLABackend().create_builder([layer], sizes)
+    common: Any = None
+    raw, query = some_pages(fp8, 512, 3, 16), torch.randn(6, 64, 512)
+    for _ in range(2):  # lists of other lengths
+        args = (query, raw, some_list(6, 40, 48), None, None, None, 0.05, 512)
+        attended = builder.build(common).create_attend()(*args)
+        torch.testing.assert_close(
+            attended, sparse_attention_reference(*args), rtol=1e-4, atol=1e-5
+        )
+    assert builder.builds_on_device and builder.supports is AttentionCGSupport.ALWAYS
 
 
 class ListedBackend(ReferenceBackend):

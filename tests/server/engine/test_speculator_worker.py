@@ -205,6 +205,8 @@ async def test_a_worker_whose_kept_drafter_was_deleted_serves_with_the_next_best
         assert state["fallback"].endswith("serving without a drafter")
         assert client.ready.device_name == "" and await lost_drafters(app) == 2
         assert caplog.text.count("cannot load the drafter ") == 2 and why in caplog.text
+        names = {record.name for record in caplog.records if why in record.getMessage()}
+        assert names == {"slipstream.speculator"}
     finally:
         await client.shutdown()
 
