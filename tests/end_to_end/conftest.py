@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from openai import OpenAI
 
@@ -11,6 +13,7 @@ __all__ = ["RunningServer", "environment", "free_port", "slipstream"]
 
 
 @pytest.fixture
-def client(server: RunningServer) -> OpenAI:
-    """An OpenAI client of the shared server."""
-    return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+def client(server: RunningServer) -> Iterator[OpenAI]:
+    """An OpenAI client of the shared server, whose connections are closed after the test."""
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as found:
+        yield found
