@@ -39,8 +39,8 @@ with contextlib.suppress(ImportError):  # a GPU machine may do without it
 # Folders and files of `tests` that each process of `make test` runs; the last one has all others. A
 # file or folder in another's folder goes to its own process. The first process waits for servers
 # until the kernels' tests, and the second for workers and clients for a third of its time, so that
-# three keep two cores busy. The second imports no model of transformers, and the last forks all workers that
-# are forks (`forked_workers`), because both take seconds to import.
+# three keep two cores busy. The second imports no model of transformers, and the last forks all
+# workers that are forks (`forked_workers`), because both take seconds to import.
 PARTS: tuple[tuple[str, ...], ...] = (
     ("end_to_end", "reliability", "kernels", "configs", "deployment", "runner/step"),
     ("server", "runner/grammars", "runner/loading"),
