@@ -184,4 +184,4 @@ def _most_drafts(plan: StepPlan, kept: int | None) -> int | list[int]:
     most = MAX_DRAFTS if kept is None else kept
     if all(row.next_drafts is None for row in plan.rows):
         return most
-    return [most if row.next_drafts is None else row.next_drafts for row in plan.rows]
+    return [most if row.next_drafts is None else min(most, row.next_drafts) for row in plan.rows]

@@ -9,10 +9,12 @@ import pytest
 
 from slipstream.configs.graphs import CUDAGraphMode
 from slipstream.configs.schema import SpeculativeConfig
+from slipstream.configs.speculative import MAX_DRAFTS
 from slipstream.runner.graphs.dispatch import default_capture_sizes, descriptors
 from slipstream.runner.messages import SamplingParams, StepStats
 from slipstream.runner.scheduling.draft_planner import DraftPlanner
 from slipstream.runner.scheduling.plan import NewRequest, RowResult, ScheduledRow, StepPlan
+from slipstream.runner.step.drafting import _most_drafts
 from slipstream.speculators.draft_length.controller import DraftController, DraftLength
 from slipstream.speculators.draft_length.step_costs import StepCosts
 from slipstream.speculators.draft_length.watchdog import Watchdog
@@ -256,3 +258,21 @@ def test_prompts_in_a_step_count_in_the_choice_and_teach_what_rows_cost(
     assert script.prompt_rows[20] == 0  # the last step has no prompts
     assert seen == [(2, 2.0, 100, 0.5)] * 19  # the first has no earlier one to measure from
     assert script.costs.seconds(2, 2) != before  # by the last step only
+
+
+@pytest.mark.parametrize(
+    ("kept", "next_drafts", "expected"),
+    [
+        (3, [None, None], 3),
+        (None, [None, None], MAX_DRAFTS),
+        (3, [None, 1, 0, 5], [3, 1, 0, 3]),
+        (None, [None, 2], [MAX_DRAFTS, 2]),
+    ],
+)
+def test_a_row_stores_what_the_plan_allows_it_and_the_step_keeps(
+    kept: int | None, next_drafts: list[int | None], expected: int | list[int]
+) -> None:
+    rows = [row(slot) for slot in range(len(next_drafts))]
+    for each, most in zip(rows, next_drafts, strict=True):
+        each.next_drafts = most
+    assert _most_drafts(StepPlan(0, rows=rows), kept) == expected
