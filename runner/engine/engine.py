@@ -309,9 +309,11 @@ def join(runner: ModelRunner, config: Config, lockstep: Lockstep | None = None) 
     is_cpu = facts.device.startswith("cpu")
     chunked, max_itl_ms = config.scheduler.enable_chunked_prefill, config.scheduler.max_itl_ms
     budget = step_tokens(facts.limits, chunked, is_cpu, num_drafts)
-    # Who sets the tokens of a step gets them whole.
-    beside = BESIDE_DECODES if config.scheduler.max_num_batched_tokens is None else None
-    if beside is not None and chunked and beside < budget:
+    times = StepTimes(max_itl_ms, is_cpu) if is_cpu or max_itl_ms is not None else None
+    # Who sets the tokens of a step gets them whole, and `times` bounds steps by itself.
+    is_open = config.scheduler.max_num_batched_tokens is None and times is None and chunked
+    beside = BESIDE_DECODES if is_open and BESIDE_DECODES < budget else None
+    if beside is not None:
         logger.info(
             "prompts take at most %d tokens of a step in which a request decodes, as "
             "--max-num-batched-tokens is not set", beside
@@ -324,7 +326,7 @@ def join(runner: ModelRunner, config: Config, lockstep: Lockstep | None = None) 
         num_lookahead_tokens=lookahead,
         chunked=chunked,
         uniform_drafts=facts.device.startswith("cuda"),
-        times=StepTimes(max_itl_ms, is_cpu) if is_cpu or max_itl_ms is not None else None,
+        times=times,
         beside_decodes=beside,
     )
     largest = max(facts.kv_groups, key=lambda group: group.num_blocks * group.block_size)

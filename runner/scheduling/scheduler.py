@@ -52,7 +52,7 @@ class Scheduler:
         self.running, self.waiting = RequestQueue(), RequestQueue()
         self._max_tokens, self._chunked = limits.max_num_batched_tokens, chunked
         self._times = times if chunked else None
-        self._beside_decodes = beside_decodes if chunked else None
+        self._beside_decodes = beside_decodes
         self._max_drafts = num_speculative_tokens
         self._num_lookahead_tokens = num_lookahead_tokens
         self._limits = RowLimits.of(

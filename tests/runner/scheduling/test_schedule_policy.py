@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -72,6 +75,26 @@ def test_prompts_are_spread_over_steps_in_which_requests_decode(
     prompts = [sum(tokens for tokens in step if tokens > 1) for step in steps]
     assert [tokens for tokens in prompts if tokens] == expected
     assert all(step.count(1) >= 4 for step in steps[: len(expected)])
+
+
+@pytest.mark.parametrize(
+    ("options", "is_said"),
+    [
+        ({"configured": False}, True),
+        ({}, False),
+        ({"configured": False, "max_itl_ms": 50.0}, False),
+    ],
+)
+def test_the_log_says_that_prompts_are_spread_only_where_they_are(
+    options: dict[str, Any],
+    is_said: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(engine, "BESIDE_DECODES", 16)
+    caplog.set_level(logging.INFO, engine.__name__)
+    Bench(device="cuda", **options)
+    assert ("prompts take at most 16 tokens" in caplog.text) == is_said
 
 
 def test_a_long_prompt_leaves_gaps_for_aborts_on_a_cpu() -> None:
