@@ -7,8 +7,10 @@ of the weights that none stays in the cache. Candidates with wrong results are d
 from __future__ import annotations
 
 import logging
+import os
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias
 
@@ -200,3 +202,22 @@ def time_in_graph(calls: Sequence[Callable[[], object]], repeats: int = 5) -> fl
         end.synchronize()
         times.append(start.elapsed_time(end) / 3)
     return statistics.median(times) * 1e3 / len(calls)
+
+
+def fails_in_fork(work: Callable[[], object]) -> bool:
+    """Whether `work` fails in a forked process, which prints the traceback.
+
+    Scripts compile kernels so, since a process that has compiled them all cannot use the GPU
+    afterwards.
+    """
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            work()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    return os.waitpid(child, 0)[1] != 0

@@ -19,7 +19,6 @@ import json
 import os
 import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import partial
@@ -353,17 +352,8 @@ def main(arguments: list[str]) -> None:
         arguments = arguments[:at] + arguments[at + 2 :]
     names = arguments or list(PARTS)
     start = time.monotonic()
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            compile_all(names, os.cpu_count() or 1)
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    assert os.waitpid(child, 0)[1] == 0, "a kernel does not compile"
+    failed = linear_tune.fails_in_fork(partial(compile_all, names, os.cpu_count() or 1))
+    assert not failed, "a kernel does not compile"
     print(f"-- compiled: {time.monotonic() - start:.0f} s", flush=True)
     bench = Bench(torch.device("cuda", 0))
     with torch.inference_mode():

@@ -19,14 +19,13 @@ from __future__ import annotations
 import argparse
 import os
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from unittest.mock import patch
 
 import torch
-from linear_tune import time_in_graph
+from linear_tune import fails_in_fork, time_in_graph
 from measure_chain import H200
 from torch import Tensor
 
@@ -234,19 +233,9 @@ def main() -> None:
     parser.add_argument("--compile-only", action="store_true")
     args = parser.parse_args()
     logs, row_counts = list(numbers(args.logs.split(","))), list(numbers(args.rows.split(",")))
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            compile_all(logs, args.only)
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    failed = os.waitpid(child, 0)[1]
+    failed = fails_in_fork(partial(compile_all, logs, args.only))
     if args.compile_only or failed:
-        raise SystemExit(int(failed != 0))
+        raise SystemExit(int(failed))
     began = time.monotonic()
     with torch.inference_mode():
         for log in logs:

@@ -20,10 +20,10 @@ import argparse
 import json
 import os
 import time
-import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import MISSING, fields, replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -31,6 +31,7 @@ import measure_packed
 import torch
 from chain_step import BF16, FUNCTIONS, MAX_LEN, Step, planned, without
 from chain_variants import MODELS
+from linear_tune import fails_in_fork
 from measure_chain import H200, Bench
 from shapes import FP8_ROWS, GPTQ
 from transformers import LlamaConfig
@@ -346,19 +347,9 @@ def main() -> None:
     args = parser.parse_args()
     os.environ["SLIPSTREAM_ROW_LAYER"] = "0"  # which leaves nothing to choose
     names = args.parts or list(PARTS)
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            compile_all(names, args)
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    failed = os.waitpid(child, 0)[1]
+    failed = fails_in_fork(partial(compile_all, names, args))
     if args.compile_only or failed:
-        raise SystemExit(int(failed != 0))
+        raise SystemExit(int(failed))
     bench = Bench(torch.device("cuda", 0))
     began = time.monotonic()
     with torch.inference_mode():

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import os
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -26,6 +25,7 @@ from unittest.mock import patch
 
 import torch
 from chain_step import BF16, Step, planned
+from linear_tune import fails_in_fork
 from measure_chain import H200, Bench
 from measure_packed_row import TOLERANCE, make_step
 from measure_packed_row import using as choosing
@@ -176,27 +176,15 @@ def compile_all(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument(
-        "--kinds", type=lambda text: text.split(","), default=["int4", "fp8", "bf16"]
-    )
+    parser.add_argument("--kinds", type=lambda text: text.split(","), default=["int4", "fp8"])
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=50)
     parser.add_argument("--compile-only", action="store_true")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args()
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            compile_all(args)
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    failed = os.waitpid(child, 0)[1]
+    failed = fails_in_fork(partial(compile_all, args))
     if args.compile_only or failed:
-        raise SystemExit(int(failed != 0))
+        raise SystemExit(int(failed))
     bench, began = Bench(torch.device("cuda", 0)), time.monotonic()
     with torch.inference_mode():
         for index, kind in enumerate(args.kinds):
