@@ -49,7 +49,7 @@ class Form:
     """The variable parts of the kernel."""
 
     stages: int = 6  # of `spans` times 2 KiB of words
-    held: int = 4  # steps whose inputs stay in registers
+    held: int = 4  # steps; registers keep the inputs of so many
     # Of a thread, on average: a program of attention, which runs before this, fits beside it.
     registers: int = 120
     producer: int = 40  # registers of a thread of the producer
@@ -210,7 +210,7 @@ def multiply(
 
 
 def _product(weight: TiledWeight, gated: bool, groups: int, spans: int) -> list[Any]:
-    """The arguments of a product, see `hopper_row_roles`; what it lacks are the words again."""
+    """The arguments of a product, see `hopper_row_roles`. Words stand for what it lacks."""
     words, count = weight.words, weight.shape[0]
     blocks = (2, count // 2) if gated else (count // 8, 8)
     lines = words.view(*blocks, words.shape[1] // WIDTH, WIDTH).permute(2, 0, 1, 3)

@@ -206,7 +206,7 @@ def multiply_all(
 ):  # fmt: skip
     """The consumer, of as many warps as a step has spans: computes one product after the other."""
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [SPANS, 1, 1], [1, 16, 8])
-    # Of results [turns, SPANS, rows], whose sum over spans moves nothing.
+    # Layouts of results [turns, SPANS, rows], in which a sum over spans moves no number.
     WHOLE: gl.constexpr = gl.BlockedLayout([1, SPANS, 1], [2, 1, 16], [SPANS, 1, 1], [2, 1, 0])
     HALF: gl.constexpr = gl.BlockedLayout([1, SPANS, 1], [4, 1, 8], [SPANS, 1, 1], [2, 1, 0])
     w_tiles = w_ring._reinterpret(

@@ -1,6 +1,6 @@
 """What the consumer of `hopper_row` does in a step: load words, turn them into numbers, multiply.
 
-SUMS is the layout of sums [SPANS, 16, 8], of which each warp has a span. In that of the operands, a
+SUMS is the layout of sums [SPANS, 16, 8]; each warp has a span of them. In the operands' layout a
 lane has 16 bytes of a row: eight words, and eight numbers of the input for them.
 """
 
