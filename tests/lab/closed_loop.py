@@ -5,8 +5,9 @@ that ends, without HTTP.
 Prints generated tokens per second, milliseconds and rows per step, and the mean duration of steps
 by their rows. `--sizes 512,1024` caps each step at the largest of these numbers of rows that the
 waiting prompts fill; several such lists, separated by spaces, are measured one after another, and
-`all` caps nothing. With `--drafter eagle3-8b`, `--drafts auto 1 3` measures each number of drafts.
-`--profile N` then prints the time by kernel of N steps.
+`all` caps nothing. `x128` stands for all multiples of 128. With `--drafter eagle3-8b`, `--drafts
+auto 1 3` measures each number of drafts. `--prompt 3000 --reply 64` gives all requests these
+lengths. `--profile N` then prints the time by kernel of N steps.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ ORIGINAL = Scheduler._new_budget
 class ClosedLoop:
     """A constant number of requests, and what their steps took."""
 
-    def __init__(self, engine: Engine, num_requests: int) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, num_requests: int, prompt: int, reply: int) -> None:
+        self._engine, self._lengths = engine, (prompt, reply)
         self._draw = random.Random(1)
         self._num_added = 0
         self._running: set[str] = set()
@@ -58,8 +59,10 @@ class ClosedLoop:
     def _add(self) -> None:
         self._num_added += 1
         name = f"r{self._num_added}"
-        prompt = [self._draw.randrange(10, 128_000) for _ in range(self._length(110, 1.2))]
-        params = SamplingParams(seed=1, max_tokens=self._length(145, 0.8), temperature=0.0)
+        num_prompt = self._lengths[0] or self._length(110, 1.2)
+        num_reply = self._lengths[1] or self._length(145, 0.8)
+        prompt = [self._draw.randrange(10, 128_000) for _ in range(num_prompt)]
+        params = SamplingParams(seed=1, max_tokens=num_reply, temperature=0.0)
         self._engine.handle([AddRequest(name, prompt, params)])
         self._running.add(name)
 
@@ -161,6 +164,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=9.0)
     parser.add_argument("--drafts", nargs="*", default=["auto"], help="numbers of drafts, or auto")
     parser.add_argument("--sizes", nargs="*", default=["all"])
+    parser.add_argument("--prompt", type=int, default=0, help="tokens of each prompt; 0: as chats")
+    parser.add_argument("--reply", type=int, default=0, help="tokens of each reply; 0: as chats")
     parser.add_argument("--profile", type=int, default=0, help="steps to profile at the end")
     args = parser.parse_args()
     speculative = SpeculativeConfig()
@@ -170,16 +175,17 @@ def main() -> None:
         )
     config = Config(
         model=ModelConfig(model=args.model, load_format="dummy", max_model_len=4096),
-        scheduler=SchedulerConfig(max_num_seqs=256, max_num_batched_tokens=8192),
+        scheduler=SchedulerConfig(max_num_seqs=256),
         cache=CacheConfig(gpu_memory_utilization=0.7, enable_prefix_caching=False),
         speculative=speculative,
     )
     engine = build_engine(config, lambda _: None)
-    loop = ClosedLoop(engine, args.requests)
+    loop = ClosedLoop(engine, args.requests, args.prompt, args.reply)
     for sizes in args.sizes:
         Scheduler._new_budget = ORIGINAL  # type: ignore[method-assign]
         if sizes != "all":
-            cap_steps([int(size) for size in sizes.split(",")])
+            step = int(sizes[1:]) if sizes.startswith("x") else 0
+            cap_steps(list(range(step, 8193, step)) if step else list(map(int, sizes.split(","))))
         for drafts in args.drafts:
             if engine.drafts is not None:
                 engine.drafts.controller.hold(None if drafts == "auto" else int(drafts))
