@@ -129,23 +129,17 @@ def _hopper_prefill_kernel(
     gl.warp_specialize(
         [
             (consume, (
-                0, out, sinks, query_start_loc, seq_lens, q_tiles, k_tiles, v_tiles, v_pieces,
+                role, out, sinks, query_start_loc, seq_lens, q_tiles, k_tiles, v_tiles, v_pieces,
                 q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, scale, softcap, num_reqs,
                 longer_than, Q_HEADS, HEADS, HEAD_BLOCKS, DIM, PIECE, BLOCK_Q, BLOCK_N, BLOCK_R,
                 STAGES, WINDOW, SOFTCAP, SINKS, ALTERNATE,
-            )),
-            (consume, (
-                1, out, sinks, query_start_loc, seq_lens, q_tiles, k_tiles, v_tiles, v_pieces,
-                q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, scale, softcap, num_reqs,
-                longer_than, Q_HEADS, HEADS, HEAD_BLOCKS, DIM, PIECE, BLOCK_Q, BLOCK_N, BLOCK_R,
-                STAGES, WINDOW, SOFTCAP, SINKS, ALTERNATE,
-            )),
-            (produce, (
+            )) if role < 2 else (produce, (
                 q_source, k_source, v_source, block_table, query_start_loc, seq_lens, q_pieces,
                 k_pieces, v_pieces, q_full, q_empty, k_full, k_empty, v_full, v_empty, num_reqs,
                 longer_than, table_stride, no_page, GROUP, HEADS, HEAD_BLOCKS, DIM, PAGE, PIECE,
                 BLOCK_Q, BLOCK_N, BLOCK_R, STAGES, WINDOW,
-            )),
+            ))
+            for role in (0, 1, 2)
         ],
         [4, 1],
         [CONSUMER, PRODUCER],

@@ -88,46 +88,22 @@ def _hopper_codes_kernel(
     fence_async_shared()
     programs = gl.num_programs(0)
     mine = (tiles - gl.program_id(0) + programs - 1) // programs  # tiles of this program
-    if CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (consume, (
-                    0, x_scales, scales, bias, residual, out, out_scales, w_boxes, x_tiles, full,
-                    empty, num_rows, num_outputs, steps, stride, part_steps, split_k, out_bytes,
-                    mine, BLOCK_N, CONSUMERS, STAGES, ROW_FLOATS, BY_GROUP, ROW_GROUP, PROMOTE,
-                    BIAS, RESIDUAL, MODE, ACTIVATION, CODED, DTYPE, PDL,
-                )),
-                (consume, (
-                    1, x_scales, scales, bias, residual, out, out_scales, w_boxes, x_tiles, full,
-                    empty, num_rows, num_outputs, steps, stride, part_steps, split_k, out_bytes,
-                    mine, BLOCK_N, CONSUMERS, STAGES, ROW_FLOATS, BY_GROUP, ROW_GROUP, PROMOTE,
-                    BIAS, RESIDUAL, MODE, ACTIVATION, CODED, DTYPE, PDL,
-                )),
-                (produce, (
-                    w_source, x_source, w_boxes, x_boxes, full, empty, num_rows, num_outputs, steps,
-                    part_steps, split_k, mine, BLOCK_N, CONSUMERS, STAGES, GATES, PDL,
-                )),
-            ],
-            [4, 1],
-            [CONSUMER, PRODUCER],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (consume, (
-                    0, x_scales, scales, bias, residual, out, out_scales, w_boxes, x_tiles, full,
-                    empty, num_rows, num_outputs, steps, stride, part_steps, split_k, out_bytes,
-                    mine, BLOCK_N, CONSUMERS, STAGES, ROW_FLOATS, BY_GROUP, ROW_GROUP, PROMOTE,
-                    BIAS, RESIDUAL, MODE, ACTIVATION, CODED, DTYPE, PDL,
-                )),
-                (produce, (
-                    w_source, x_source, w_boxes, x_boxes, full, empty, num_rows, num_outputs, steps,
-                    part_steps, split_k, mine, BLOCK_N, CONSUMERS, STAGES, GATES, PDL,
-                )),
-            ],
-            [1],
-            [PRODUCER],
-        )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (consume, (
+                role, x_scales, scales, bias, residual, out, out_scales, w_boxes, x_tiles, full,
+                empty, num_rows, num_outputs, steps, stride, part_steps, split_k, out_bytes, mine,
+                BLOCK_N, CONSUMERS, STAGES, ROW_FLOATS, BY_GROUP, ROW_GROUP, PROMOTE, BIAS,
+                RESIDUAL, MODE, ACTIVATION, CODED, DTYPE, PDL,
+            )) if role < CONSUMERS else (produce, (
+                w_source, x_source, w_boxes, x_boxes, full, empty, num_rows, num_outputs, steps,
+                part_steps, split_k, mine, BLOCK_N, CONSUMERS, STAGES, GATES, PDL,
+            ))
+            for role in ((0, 1, 2) if CONSUMERS == 2 else (0, 1))
+        ],
+        [4, 1] if CONSUMERS == 2 else [1],
+        [CONSUMER, PRODUCER] if CONSUMERS == 2 else [PRODUCER],
+    )  # fmt: skip
 
 
 def multiply(

@@ -248,19 +248,14 @@ def _hopper_product_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                0, out, x_tiles, w_tiles, w_halves, full, empty, begun, num_rows, num_columns,
+                role, out, x_tiles, w_tiles, w_halves, full, empty, begun, num_rows, num_columns,
                 row_blocks, column_blocks, steps, group, whole, halves, BLOCK_N, STAGES, LAG,
                 GATED, GELU,
-            )),
-            (_consume, (
-                1, out, x_tiles, w_tiles, w_halves, full, empty, begun, num_rows, num_columns,
-                row_blocks, column_blocks, steps, group, whole, halves, BLOCK_N, STAGES, LAG,
-                GATED, GELU,
-            )),
-            (_produce, (
+            )) if role < CONSUMERS else (_produce, (
                 x_source, w_source, x_tiles, w_pieces, full, empty, row_blocks, column_blocks,
                 steps, group, whole, halves, num_columns, BLOCK_N, PIECE, STAGES, GATED,
-            )),
+            ))
+            for role in (0, 1, 2)
         ],
         [4, 1],
         [CONSUMER, PRODUCER],

@@ -98,66 +98,26 @@ def _hopper_experts_kernel(
         mbarrier.init(x_full.index(i), count=1)
         mbarrier.init(x_empty.index(i), count=CONSUMERS)
     fence_async_shared()
-    if CONSUMERS == 3:
-        gl.warp_specialize(
-            [
-                (multiply, (
-                    0, plan, bias, pairs, pair_weights, out, w_tiles, s_tiles, x_pieces,
-                    w_full, w_empty, x_full, x_empty, num_experts, N, num_rows, N_TILES,
-                    BLOCK_M, BLOCK_E, STEPS, CONSUMERS, STAGES, X_STAGES, GATED, BIAS, TOP_K,
-                    CLAMPED, ALPHA, LIMIT, WIDTH, PDL,
-                )),
-                (multiply, (
-                    1, plan, bias, pairs, pair_weights, out, w_tiles, s_tiles, x_pieces,
-                    w_full, w_empty, x_full, x_empty, num_experts, N, num_rows, N_TILES,
-                    BLOCK_M, BLOCK_E, STEPS, CONSUMERS, STAGES, X_STAGES, GATED, BIAS, TOP_K,
-                    CLAMPED, ALPHA, LIMIT, WIDTH, PDL,
-                )),
-                (multiply, (
-                    2, plan, bias, pairs, pair_weights, out, w_tiles, s_tiles, x_pieces,
-                    w_full, w_empty, x_full, x_empty, num_experts, N, num_rows, N_TILES,
-                    BLOCK_M, BLOCK_E, STEPS, CONSUMERS, STAGES, X_STAGES, GATED, BIAS, TOP_K,
-                    CLAMPED, ALPHA, LIMIT, WIDTH, PDL,
-                )),
-                (bring_words, (
-                    words, scales, plan, w_tiles, s_tiles, w_full, w_empty, num_experts, N,
-                    N_TILES, BLOCK_M, BLOCK_E, STEPS, CONSUMERS, STAGES, GATED, PDL,
-                )),
-                (bring_rows, (
-                    x, plan, x_pieces, x_full, x_empty, num_experts, N_TILES, BLOCK_M, BLOCK_E,
-                    STEPS, X_STAGES, PDL,
-                )),
-            ],
-            [4, 4, 1, 1],
-            [CONSUMER, CONSUMER, PRODUCER, PRODUCER],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (multiply, (
-                    0, plan, bias, pairs, pair_weights, out, w_tiles, s_tiles, x_pieces,
-                    w_full, w_empty, x_full, x_empty, num_experts, N, num_rows, N_TILES,
-                    BLOCK_M, BLOCK_E, STEPS, CONSUMERS, STAGES, X_STAGES, GATED, BIAS, TOP_K,
-                    CLAMPED, ALPHA, LIMIT, WIDTH, PDL,
-                )),
-                (multiply, (
-                    1, plan, bias, pairs, pair_weights, out, w_tiles, s_tiles, x_pieces,
-                    w_full, w_empty, x_full, x_empty, num_experts, N, num_rows, N_TILES,
-                    BLOCK_M, BLOCK_E, STEPS, CONSUMERS, STAGES, X_STAGES, GATED, BIAS, TOP_K,
-                    CLAMPED, ALPHA, LIMIT, WIDTH, PDL,
-                )),
-                (bring_words, (
-                    words, scales, plan, w_tiles, s_tiles, w_full, w_empty, num_experts, N,
-                    N_TILES, BLOCK_M, BLOCK_E, STEPS, CONSUMERS, STAGES, GATED, PDL,
-                )),
-                (bring_rows, (
-                    x, plan, x_pieces, x_full, x_empty, num_experts, N_TILES, BLOCK_M, BLOCK_E,
-                    STEPS, X_STAGES, PDL,
-                )),
-            ],
-            [4, 1, 1],
-            [CONSUMER, PRODUCER, PRODUCER],
-        )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (multiply, (
+                role, plan, bias, pairs, pair_weights, out, w_tiles, s_tiles, x_pieces, w_full,
+                w_empty, x_full, x_empty, num_experts, N, num_rows, N_TILES, BLOCK_M, BLOCK_E,
+                STEPS, CONSUMERS, STAGES, X_STAGES, GATED, BIAS, TOP_K, CLAMPED, ALPHA, LIMIT,
+                WIDTH, PDL,
+            )) if role < CONSUMERS else (bring_words, (
+                words, scales, plan, w_tiles, s_tiles, w_full, w_empty, num_experts, N, N_TILES,
+                BLOCK_M, BLOCK_E, STEPS, CONSUMERS, STAGES, GATED, PDL,
+            )) if role == CONSUMERS else (bring_rows, (
+                x, plan, x_pieces, x_full, x_empty, num_experts, N_TILES, BLOCK_M, BLOCK_E, STEPS,
+                X_STAGES, PDL,
+            ))
+            for role in ((0, 1, 2, 3, 4) if CONSUMERS == 3 else (0, 1, 2, 3))
+        ],
+        [4, 4, 1, 1] if CONSUMERS == 3 else [4, 1, 1],
+        [CONSUMER, CONSUMER, PRODUCER, PRODUCER] if CONSUMERS == 3
+        else [CONSUMER, PRODUCER, PRODUCER],
+    )  # fmt: skip
 
 
 def fits(x: Tensor, experts: PackedExperts) -> bool:
