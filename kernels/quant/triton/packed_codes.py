@@ -164,38 +164,14 @@ _RAW_BF16, _RAW_F16 = _assembly(_int4("bf16", False), 4), _assembly(_int4("f16",
 
 @triton.jit
 def _two(words, ASSEMBLY: tl.constexpr, DTYPE: tl.constexpr):
-    if DTYPE == tl.bfloat16:
-        tiles = tl.inline_asm_elementwise(
-            ASSEMBLY, "=r,=r,r", [words], (tl.bfloat16, tl.bfloat16), True, pack=2
-        )
-    else:
-        tiles = tl.inline_asm_elementwise(
-            ASSEMBLY, "=r,=r,r", [words], (tl.float16, tl.float16), True, pack=2
-        )
-    return tiles
+    return tl.inline_asm_elementwise(ASSEMBLY, "=r,=r,r", [words], (DTYPE.value,) * 2, True, pack=2)
 
 
 @triton.jit
 def _four(words, ASSEMBLY: tl.constexpr, DTYPE: tl.constexpr):
-    if DTYPE == tl.bfloat16:
-        tiles = tl.inline_asm_elementwise(
-            ASSEMBLY,
-            "=r,=r,=r,=r,r",
-            [words],
-            (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-            True,
-            pack=2,
-        )
-    else:
-        tiles = tl.inline_asm_elementwise(
-            ASSEMBLY,
-            "=r,=r,=r,=r,r",
-            [words],
-            (tl.float16, tl.float16, tl.float16, tl.float16),
-            True,
-            pack=2,
-        )
-    return tiles
+    return tl.inline_asm_elementwise(
+        ASSEMBLY, "=r,=r,=r,=r,r", [words], (DTYPE.value,) * 4, True, pack=2
+    )
 
 
 @triton.jit

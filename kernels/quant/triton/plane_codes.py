@@ -18,7 +18,10 @@ import triton.language as tl
 from ...launch import hash_functions
 from ..packed import HIGH_BITS, Kind
 
-PLANE_KINDS = {"int5": 4, "int6": 5}  # values of KIND, beside those of `packed_codes.KINDS`
+PLANE_KINDS: dict[Kind, int] = {
+    "int5": 4,
+    "int6": 5,
+}  # values of KIND, beside those of `packed_codes.KINDS`
 # What sums of products are multiplied by, because numbers are divided by it.
 UNITS = {torch.bfloat16: 64.0, torch.float16: 512.0}
 _EXPONENTS = {"bf16": (7, 127, 127), "f16": (10, 15, 15)}  # bits of mantissa, bias, largest factor
@@ -68,44 +71,27 @@ def assembly(kind: Kind, tile: int, dtype: str, centred: bool) -> str:
     return "{ .reg .b32 a, b, c, d;\n" + "\n".join(lines) + "\n}"
 
 
-def _of_tiles(kind: Kind, dtype: str, centred: bool) -> tl.constexpr:
-    """The assembly of each tile of a span; `_of_tile` takes one out."""
-    tiles = range(4 // HIGH_BITS[kind])
-    return tl.constexpr("|".join(assembly(kind, tile, dtype, centred) for tile in tiles))
+# The assembly of each kind, dtype, with `centred` or not, and tile of a span.
+_LINES = tl.constexpr(
+    "||".join(
+        "|".join(assembly(kind, tile, dtype, centred) for tile in range(4 // HIGH_BITS[kind]))
+        for kind in PLANE_KINDS
+        for dtype in _EXPONENTS
+        for centred in (False, True)
+    )
+)
 
 
 @triton.constexpr_function
-def _of_tile(lines, tile):
-    return lines.split("|")[tile]
-
-
-INT5_BF16, INT5_F16 = (_of_tiles("int5", dtype, False) for dtype in ("bf16", "f16"))
-INT6_BF16, INT6_F16 = (_of_tiles("int6", dtype, False) for dtype in ("bf16", "f16"))
-CENTRED_INT5_BF16, CENTRED_INT5_F16 = (_of_tiles("int5", of, True) for of in ("bf16", "f16"))
-CENTRED_INT6_BF16, CENTRED_INT6_F16 = (_of_tiles("int6", of, True) for of in ("bf16", "f16"))
+def _of_tile(lines, kind, dtype, centred, tile):
+    index = 4 * (kind - 4) + 2 * (dtype == tl.float16) + centred
+    return lines.split("||")[index].split("|")[tile]
 
 
 @triton.jit
-def _bf16(low, high, ASSEMBLY: tl.constexpr):
+def _four(low, high, ASSEMBLY: tl.constexpr, DTYPE: tl.constexpr):
     return tl.inline_asm_elementwise(
-        ASSEMBLY,
-        "=r,=r,=r,=r,r,r",
-        [low, high],
-        (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-        True,
-        pack=2,
-    )
-
-
-@triton.jit
-def _f16(low, high, ASSEMBLY: tl.constexpr):
-    return tl.inline_asm_elementwise(
-        ASSEMBLY,
-        "=r,=r,=r,=r,r,r",
-        [low, high],
-        (tl.float16, tl.float16, tl.float16, tl.float16),
-        True,
-        pack=2,
+        ASSEMBLY, "=r,=r,=r,=r,r,r", [low, high], (DTYPE.value,) * 4, True, pack=2
     )
 
 
@@ -151,15 +137,7 @@ def plane_numbers(
 ):
     """The numbers of 4 slices before scales, divided by `unit_of`: a tuple of 4 tiles."""
     if ASSEMBLY:
-        if DTYPE == tl.bfloat16:
-            FIVE: tl.constexpr = CENTRED_INT5_BF16 if CENTRED else INT5_BF16
-            SIX: tl.constexpr = CENTRED_INT6_BF16 if CENTRED else INT6_BF16
-            tiles = _bf16(low, high, _of_tile(FIVE if KIND == 4 else SIX, TILE))
-        else:
-            FIVE_F16: tl.constexpr = CENTRED_INT5_F16 if CENTRED else INT5_F16
-            SIX_F16: tl.constexpr = CENTRED_INT6_F16 if CENTRED else INT6_F16
-            tiles = _f16(low, high, _of_tile(FIVE_F16 if KIND == 4 else SIX_F16, TILE))
-        a, b, c, d = tiles
+        a, b, c, d = _four(low, high, _of_tile(_LINES, KIND, DTYPE, CENTRED, TILE), DTYPE)
     else:
         ZERO: tl.constexpr = (8 << (KIND - 3)) if CENTRED else 0
         a = (plain_plane_codes(low, high, 4 * TILE, KIND) - ZERO).to(DTYPE)
