@@ -176,7 +176,7 @@ class Machine:
             async_copy_global_to_shared=self._copy_rows, mbarrier_arrive=self._arrive_after_rows
         )
         self.names = {
-            "gl": self.gl, "mbarrier": self.mbarrier, "tma": self.tma,
+            "gl": self.gl, "tl": self.gl, "mbarrier": self.mbarrier, "tma": self.tma,
             "async_copy": self.async_copy, "fence_async_shared": plain,
             "gdc_wait": plain, "gdc_launch_dependents": plain,
             "warpgroup_mma": self._multiply, "warpgroup_mma_wait": self._wait_products,

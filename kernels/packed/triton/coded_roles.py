@@ -18,42 +18,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_wait
 
+from ... import launch
 from ...launch import hash_functions
+from ...linear.triton import gemv
 
+wait_for_inputs = gluon.jit(launch.wait_for_inputs.fn)
+fetch_early = gluon.jit(launch.fetch_early.fn)
+gated = gluon.jit(gemv.gated.fn)
 ROWS = gl.constexpr(64)  # of a consumer
 STEP = gl.constexpr(128)  # codes of a step: a row of 128 bytes, the widest that is stored swizzled
-LOG2E = gl.constexpr(1.4426950408889634)
-
-
-@gluon.jit
-def _wait_for_inputs(PDL: gl.constexpr):
-    """Wait until the previous kernels have finished; see `launch.wait_for_inputs`."""
-    if PDL:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
-
-
-@gluon.jit
-def _start_next(PDL: gl.constexpr):
-    """Let the next kernel start."""
-    if PDL:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; mov.u32 $0, 0;",
-            "=r", [], dtype=gl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
 
 
 @gluon.jit
 def _fetch(scales, start, end, BLOCK_N: gl.constexpr):
     """Prefetch scales of weight rows into L2."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    n = gl.minimum(start + gl.arange(0, BLOCK_N, layout=layout), end - 1)
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l", [scales + n], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    fetch_early(scales + gl.minimum(start + gl.arange(0, BLOCK_N, layout=layout), end - 1))
 
 
 @gluon.jit
@@ -98,8 +80,7 @@ def produce(
         _copy_weights(
             w_source, w_boxes, full.index(step), step, row, num_outputs + row, at, GATES
         )  # fmt: skip
-    _wait_for_inputs(PDL)
-    _start_next(PDL)
+    wait_for_inputs(PDL)
     for step in range(early):
         at = (begin + step) * STEP
         tma.async_copy_global_to_shared(
@@ -154,17 +135,6 @@ def _of_block(scales, row, group, end, stride, ROW_GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _gated(gate, up, ACTIVATION: gl.constexpr):
-    """silu(gate) * up, or gelu_tanh(gate) * up if ACTIVATION is 1; as `gemv.gated`."""
-    if ACTIVATION == 1:
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        activated = gate / (1.0 + gl.exp2(-2.0 * LOG2E * inner))
-    else:
-        activated = gate / (1.0 + gl.exp2(-LOG2E * gate))
-    return activated * up
-
-
-@gluon.jit
 def _scaled(acc, of_x, scales, bias, n, is_n, part, ROW_GROUP: gl.constexpr, BIAS: gl.constexpr):
     """Sums times the scales of whole rows, plus the bias of the columns n."""
     acc = acc * of_x[:, None]
@@ -214,7 +184,8 @@ def consume(
         _fetch(scales, block * BLOCK_N, num_outputs, BLOCK_N)
         if MODE == 2:
             _fetch(scales, num_outputs + block * BLOCK_N, 2 * num_outputs, BLOCK_N)
-    _wait_for_inputs(PDL)
+    if PDL:
+        gdc_wait()
     fill = 0  # steps multiplied
     for turn in range(mine):
         block, part, m_start, begin, count = _find_tile(
@@ -294,7 +265,7 @@ def consume(
             up = _scaled(
                 acc_up, of_rows, scales, bias, n + num_outputs, is_n, part, ROW_GROUP, BIAS
             )  # fmt: skip
-            y = _gated(y, up, ACTIVATION)
+            y = gated(y, up, ACTIVATION)
         if CODED:  # rounded first, as if it were numbers that are coded later
             y = gl.where(is_n[None, :], y, 0.0).to(DTYPE).to(gl.float32)
             _store_coded(y, out, out_scales, block, m, is_m, out_bytes)

@@ -25,10 +25,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .... import launch
 from ....launch import fits_tma, hash_functions, pdl_options
 from ...experts import ExpertWeights
+from ...triton import one_row_experts
 from ...triton.expert_rows import Work
 from ...triton.one_row_experts import activation_options
 
@@ -38,6 +39,9 @@ _REGISTERS, _COPIER = 128, 96  # a thread's on average, and of the warps that co
 _SHARED_MEMORY = 226 << 10  # bytes for stages and what turns results around
 _MOST_CANDIDATES = 1024
 
+wait_for_inputs = gluon.jit(launch.wait_for_inputs.fn)
+activated = gluon.jit(one_row_experts.activated.fn)
+
 
 @dataclass(frozen=True)
 class Form:
@@ -46,13 +50,6 @@ class Form:
     block_k: int = 128  # columns of a stage
     stages: int = 6  # at most; as many as fit into shared memory
     fetch: int = 0  # columns that the first product prefetches into L2 while experts are listed
-
-
-@gluon.jit
-def _wait_for_inputs(PDL: gl.constexpr):
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
 
 
 @gluon.jit
@@ -114,7 +111,7 @@ def copy_weights(
     if GATED:
         if FETCH > 0:
             _fetch_first(weight, N, STEPS * BLOCK_K, TILES, FETCH)
-        _wait_for_inputs(PDL)
+        wait_for_inputs(PDL)
     HALVES: gl.constexpr = 2 if GATED else 1
     WIDTH: gl.constexpr = ROWS if GATED else 2 * ROWS  # outputs of a tile
     APART: gl.constexpr = N if GATED else ROWS  # rows between the two halves
@@ -147,7 +144,7 @@ def copy_rows(
 ):  # fmt: skip
     """Copy the rows of x of each unit. What is beside them in shared memory stays as it is: it
     meets only columns of the products that nothing stores."""
-    _wait_for_inputs(PDL)
+    wait_for_inputs(PDL)
     layout: gl.constexpr = gl.BlockedLayout(
         [1, 8], [32 // (BLOCK_K // 8), BLOCK_K // 8], [1, 1], [1, 0]
     )  # fmt: skip
@@ -176,26 +173,6 @@ def copy_rows(
 
 
 @gluon.jit
-def _activated(gate, up, DTYPE: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr,
-               LIMIT: gl.constexpr):  # fmt: skip
-    """See `one_row_experts.activated`."""
-    gate, up = gate.to(DTYPE).to(gl.float32), up.to(DTYPE).to(gl.float32)
-    if ACTIVATION == 2:
-        gate = gl.minimum(gate, LIMIT)
-        up = gl.minimum(gl.maximum(up, -LIMIT), LIMIT) + 1.0
-        gate = gate / (1.0 + gl.exp(-ALPHA * gate))
-    elif ACTIVATION == 1:
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        gate = gate / (1.0 + gl.exp(-2.0 * inner))
-    else:
-        if ACTIVATION == 3:
-            gate = gl.minimum(gate, LIMIT)
-            up = gl.minimum(gl.maximum(up, -LIMIT), LIMIT)
-        gate = gate / (1.0 + gl.exp(-gate))
-    return (gate.to(DTYPE).to(gl.float32) * up).to(DTYPE)
-
-
-@gluon.jit
 def _store(out, result, target, valid, row, N: gl.constexpr, LAYOUT: gl.constexpr):
     """Store result [ROWS, BLOCK_M]: column i becomes a part of the row `target`[i] of `out`, from
     `row` on."""
@@ -213,7 +190,7 @@ def multiply(
     BLOCK_M: gl.constexpr, BLOCK_C: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Multiply the weights of each unit with its rows, and store the results."""
-    _wait_for_inputs(PDL)
+    wait_for_inputs(PDL)
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     STORED: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
     place = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, STORED))
@@ -240,7 +217,7 @@ def multiply(
             valid = first + place < count
             pair = gl.load(own + first + place, mask=valid, other=0)
             if GATED:
-                result = _activated(acc, acc_next, out.dtype.element_ty, ACTIVATION, ALPHA, LIMIT)
+                result = activated(acc, acc_next, out.dtype.element_ty, ACTIVATION, ALPHA, LIMIT)
                 _store(out, result, pair, valid, tile * ROWS, N, STORED)
             else:
                 share = gl.load(pair_weights + pair, mask=valid, other=0.0)

@@ -19,13 +19,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .... import launch
 from ....launch import hash_functions
 from ....quant import tiled
 from ....quant.triton.packed_codes import FP4_TIMES
 from .hopper_expert_stores import ROWS, store_inner, store_parts
 
+wait_for_inputs = gluon.jit(launch.wait_for_inputs.fn)
 FACTOR_DIVISOR = gl.constexpr(tiled.FACTOR_DIVISOR)
 
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
@@ -51,14 +52,6 @@ _SPANS = gl.constexpr(  # the same as [rows, spans, words of a span]
         [64, 4, 16],
     )
 )
-
-
-@gluon.jit
-def wait_for_inputs(PDL: gl.constexpr):
-    """As `launch.wait_for_inputs`."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
 
 
 @gluon.jit
