@@ -13,7 +13,7 @@ from ...quant.tiled import TiledWeight, zeros_or_offsets
 from ...quant.triton.packed_codes import KINDS
 from ...quant.triton.plane_codes import PLANE_KINDS
 from ...quant.triton.plane_scales import STORED
-from ..kinds import GATE_UP
+from ..kinds import GATE_UP, PARTS
 
 
 def scale_arguments(weight: TiledWeight, filler: Tensor) -> dict[str, Any]:
@@ -87,6 +87,7 @@ def product_arguments(
     the kernel computes. x [M, K]; `mode`: see `kinds`; in place of absent tensors stands x."""
     num_rows, num_inputs = x.shape
     return {
+        "gain": x if norm is None else norm[0],
         "bias": x if bias is None else bias,
         "residual": x if residual is None else residual,
         "eps": 0.0 if norm is None else norm[1],
@@ -103,3 +104,16 @@ def product_arguments(
         "DTYPE": _TRITON_DTYPES[x.dtype],
         "ASSEMBLY": not x.is_cpu,
     }
+
+
+def taken(kernel: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """Those of the arguments for which a kernel has a parameter."""
+    return {name: given[name] for name in kernel.arg_names if name in given}
+
+
+def empty_output(x: Tensor, num_outputs: int, mode: int, split_k: int = 1) -> Tensor:
+    """Memory for a product of x [M, K]: [M, num_outputs], or with PARTS [split_k, M, num_outputs]
+    float32."""
+    if mode == PARTS:
+        return x.new_empty(split_k, x.shape[0], num_outputs, dtype=torch.float32)
+    return x.new_empty(x.shape[0], num_outputs)

@@ -24,8 +24,16 @@ from ...linear.triton.gemv import gated
 from ...quant.tiled import TiledWeight
 from ...quant.triton.packed_codes import scaled_numbers, sum_factor
 from ..kinds import GATE_UP, PARTS, PLAIN, WIDTH, Direct, fits_direct
-from .arguments import scale_arguments
-from .packed_lanes import lanes_of, left_operand, load_tile, right_operand, wide, words_of
+from .arguments import empty_output, product_arguments, scale_arguments, taken
+from .packed_lanes import (
+    lanes_of,
+    left_operand,
+    load_tile,
+    right_operand,
+    rows_of_tile,
+    wide,
+    words_of,
+)
 
 INPUT_FACTOR = tl.constexpr(2.0**60)  # of inputs in bfloat16, which have the exponents of float32
 
@@ -225,29 +233,21 @@ def _packed_direct_kernel(
     num_spans = num_words // 64
     first = part * part_spans
     last = tl.minimum(first + part_spans, num_spans)
-    eight, sixteen = tl.arange(0, 8), tl.arange(0, 16)
     slices = tl.arange(0, 8) % SLICES  # more columns than slices are copies, which nothing reads
     lanes = lanes_of(x, slices, 64, 64 * SLICES, SPANS, 32)
     gain_lanes = lanes_of(gain, slices, 64, 64 * SLICES, SPANS, 32)
     pointers, insides, n = (), (), ()
     for t in tl.static_range(TILES):
-        at = start + t * HEIGHT
-        low = at + eight
-        if MODE == 2:
-            n += (at + sixteen % 8 + sixteen // 8 * num_outputs,)
-            high = low + num_outputs
-            insides += ((low < num_outputs, low < num_outputs, at + sixteen % 8 < num_outputs),)
-        else:
-            n += (at + sixteen,)
-            high = low + 8
-            insides += ((low < num_outputs, high < num_outputs, n[t] < num_outputs),)
+        rows, low, high, inside = rows_of_tile(start + t * HEIGHT, num_outputs, MODE)
+        n += (rows,)
+        insides += (inside,)
         first_group = tl.arange(0, SPANS)[:, None] * GROUPS
         pointers += (
             (
                 lanes_of(words, low, num_words // 2, 32, SPANS, 16),
                 lanes_of(words, high, num_words // 2, 32, SPANS, 16),
-                scales + (first_group * stride + (n[t] // ROW_GROUP)[None, :]),
-                zeros + (first_group * zero_stride + n[t][None, :]),
+                scales + (first_group * stride + (rows // ROW_GROUP)[None, :]),
+                zeros + (first_group * zero_stride + rows[None, :]),
             ),
         )
     loaded = ()
@@ -316,50 +316,28 @@ def multiply(
     of columns."""
     assert x.shape[0] == 1 and x.stride(1) == 1 and weight.words.is_contiguous()
     assert fits_direct(weight) and (norm is None or mode != PARTS)
-    num_inputs = x.shape[1]
     num_outputs = weight.shape[0] // (2 if mode == GATE_UP else 1)
     height = (8 if mode == GATE_UP else 16) * choice.tiles
     num_spans = weight.words.shape[1] // WIDTH
     split_k = choice.split_k if mode == PARTS else 1
     step = choice.num_warps * choice.ahead
     part_spans = triton.cdiv(triton.cdiv(num_spans, split_k), step) * step
-    if mode == PARTS:
-        out = torch.empty(split_k, 1, num_outputs, dtype=torch.float32, device=x.device)
-    else:
-        out = torch.empty(1, num_outputs, dtype=x.dtype, device=x.device)
-    gain, eps = (x, 0.0) if norm is None else norm
-    arguments = scale_arguments(weight, x)
-    assembly = not x.is_cpu
-    factors, scaled = sum_factor(weight.kind, x.dtype, assembly, INPUT_FACTOR.value)
-    names = ("scales", "zeros", "channel", "stride", "zero_stride")
-    names += ("KIND", "ROW_GROUP", "GROUPS", "ZEROS", "CHANNEL")
+    out = empty_output(x, num_outputs, mode, split_k)
+    factors, scaled = sum_factor(weight.kind, x.dtype, not x.is_cpu, INPUT_FACTOR.value)
+    arguments = product_arguments(x, weight, mode, bias, activation, norm, residual)
     _packed_direct_kernel[(triton.cdiv(num_outputs, height) * split_k,)](
         weight.words.view(torch.int32),
         x,
-        gain,
-        bias=x if bias is None else bias,
-        residual=x if residual is None else residual,
         out=out,
-        eps=eps,
-        num_outputs=num_outputs,
-        num_inputs=num_inputs,
-        num_words=weight.words.shape[1],
         part_spans=part_spans,
         split_k=split_k,
-        **{name: arguments[name] for name in names},
+        **taken(_packed_direct_kernel, arguments | scale_arguments(weight, x)),
         TILES=choice.tiles,
         SPANS=choice.num_warps,
         AHEAD=choice.ahead,
-        SLICES=weight.slices,
-        NORM=norm is not None,
-        BIAS=bias is not None,
-        RESIDUAL=residual is not None,
-        MODE=mode,
-        ACTIVATION=int(activation == "gelu_tanh"),
         FACTORS=factors,
         SCALED=scaled,
         EVEN=num_outputs % height == 0 and num_spans % step == 0,
-        ASSEMBLY=assembly,
         num_warps=choice.num_warps,
         num_stages=1,
         **pdl_options(x),

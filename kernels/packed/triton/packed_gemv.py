@@ -8,7 +8,6 @@ of whole rows the results. The first chunks are loaded before the input is ready
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,8 +17,9 @@ from ...linear.linear import Norm
 from ...linear.linear_choice import Gemv
 from ...linear.triton.gemv import gated
 from ...quant.tiled import TiledWeight
-from ...quant.triton.packed_codes import KINDS, float_pair
+from ...quant.triton.packed_codes import float_pair
 from ..kinds import GATE_UP, PLAIN, fits_gemv
+from .arguments import empty_output, product_arguments, scale_arguments, taken
 
 
 @triton.jit
@@ -71,7 +71,7 @@ def _packed_gemv_kernel(
     SPANS: tl.constexpr,  # spans of 128 columns in a chunk
     AHEAD: tl.constexpr,  # chunks in flight besides the one in use
     KIND: tl.constexpr,
-    BLOCKS: tl.constexpr,  # a scale for each span
+    GROUPS: tl.constexpr,  # 1 = a scale for each span, 0 = the scales are in `channel`
     ROW_GROUP: tl.constexpr,
     CHANNEL: tl.constexpr,
     NORM: tl.constexpr,
@@ -107,7 +107,7 @@ def _packed_gemv_kernel(
         x0, squares = _input(x, gain, squares, start * 128 + column, num_inputs, NORM)
         x1, squares = _input(x, gain, squares, start * 128 + 64 + column, num_inputs, NORM)
         a, b = float_pair(chunks[start // SPANS], KIND, ASSEMBLY)
-        if BLOCKS:
+        if GROUPS > 0:
             s = _chunk_scales(scales, stride, n, start, NUM_SPANS, inside, SPANS, ROW_GROUP)
             acc += s * (a * x0[None, :, :] + b * x1[None, :, :])
         else:
@@ -115,7 +115,7 @@ def _packed_gemv_kernel(
             acc += b * x1[None, :, :]
         if MODE == 2:
             a, b = float_pair(up_chunks[start // SPANS], KIND, ASSEMBLY)
-            if BLOCKS:
+            if GROUPS > 0:
                 s = _chunk_scales(scales, stride, up, start, NUM_SPANS, inside, SPANS, ROW_GROUP)
                 acc_up += s * (a * x0[None, :, :] + b * x1[None, :, :])
             else:
@@ -160,36 +160,17 @@ def multiply(
     assert x.shape[0] == 1 and x.stride(1) == 1 and weight.words.is_contiguous()
     assert fits_gemv(weight) and choice.block_k % 128 == 0
     num_outputs = weight.shape[0] // (2 if mode == GATE_UP else 1)
-    out = torch.empty(1, num_outputs, dtype=x.dtype, device=x.device)
-    gain, eps = (x, 0.0) if norm is None else norm
-    whole = weight.group >= weight.columns and weight.row_group == 1
+    out = empty_output(x, num_outputs, mode)
+    arguments = product_arguments(x, weight, mode, bias, activation, norm, residual)
     _packed_gemv_kernel[(triton.cdiv(num_outputs, choice.rows),)](
         weight.words,
         x,
-        gain,
-        weight.scales,
-        weight.scales,
-        x if bias is None else bias,
-        x if residual is None else residual,
-        out,
-        eps,
-        num_outputs,
-        x.shape[1],
-        weight.scales.stride(0),
+        out=out,
+        **taken(_packed_gemv_kernel, arguments | scale_arguments(weight, x)),
         NUM_SPANS=weight.words.shape[1] // 64,
         ROWS=choice.rows,
         SPANS=choice.block_k // 128,
         AHEAD=choice.ahead,
-        KIND=KINDS[weight.kind],
-        BLOCKS=not whole,
-        ROW_GROUP=weight.row_group,
-        CHANNEL=whole,
-        NORM=norm is not None,
-        BIAS=bias is not None,
-        RESIDUAL=residual is not None,
-        MODE=mode,
-        ACTIVATION=int(activation == "gelu_tanh"),
-        ASSEMBLY=not x.is_cpu,
         num_warps=choice.num_warps,
         **pdl_options(x),
     )

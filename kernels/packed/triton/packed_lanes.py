@@ -37,10 +37,26 @@ def load_tile(pointers, inside, MASKED: tl.constexpr, POLICY: tl.constexpr):
 
 
 @triton.jit
+def rows_of_tile(start, num_outputs, MODE: tl.constexpr):
+    """The 16 weight rows of a tile, if gated 8 of gate and 8 of up: all of them [16], rows 0 to 7
+    and 8 to 15 [8], and which of rows 0 to 7, of 8 to 15 and of all there are."""
+    low, sixteen = start + tl.arange(0, 8), tl.arange(0, 16)
+    if MODE == 2:
+        n = start + sixteen % 8 + sixteen // 8 * num_outputs
+        high = low + num_outputs
+        insides = low < num_outputs, low < num_outputs, start + sixteen % 8 < num_outputs
+    else:
+        n = start + sixteen
+        high = low + 8
+        insides = low < num_outputs, high < num_outputs, n < num_outputs
+    return n, low, high, insides
+
+
+@triton.jit
 def words_of(pairs):
-    """Words [8, SPANS, 32] of pairs [8, SPANS, 16] int32."""
+    """Words [8, SPANS, 2 * P] of pairs [8, SPANS, P] int32."""
     both = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16))
-    return tl.reshape(both, [pairs.shape[0], pairs.shape[1], 32])
+    return tl.reshape(both, [pairs.shape[0], pairs.shape[1], 2 * pairs.shape[2]])
 
 
 @triton.jit

@@ -23,7 +23,7 @@ from ...linear.triton.gemv import gated
 from ...quant.tiled import TiledWeight
 from ...quant.triton.packed_scales import factors_of_spans
 from ..kinds import GATE_UP, PARTS, PLAIN, WIDTH, Row, fits_row
-from .arguments import product_arguments, scale_arguments
+from .arguments import empty_output, product_arguments, scale_arguments, taken
 from .packed_products import add_spans, excess_of_spans, tile_of_spans, total_of_spans
 
 
@@ -202,10 +202,7 @@ def multiply(
     columns = slices * WIDTH
     step = columns * choice.spans
     part_columns = triton.cdiv(triton.cdiv(num_inputs, split_k), step) * step
-    if mode == PARTS:
-        out = torch.empty(split_k, num_rows, num_outputs, dtype=torch.float32, device=x.device)
-    else:
-        out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
+    out = empty_output(x, num_outputs, mode, split_k)
     gain = x[0] if norm is None else norm[0]
     block_m = 0 if num_rows == 1 else max(8, triton.next_power_of_2(num_rows))
     words = weight.words.view(weight.words.shape[0], -1, WIDTH).transpose(0, 1)
@@ -225,13 +222,13 @@ def multiply(
         ]
     sources[1] = weight.words
     options = pdl_options(x)
+    arguments = product_arguments(x, weight, mode, bias, activation, norm, residual)
     _packed_row_kernel[(num_blocks * split_k,)](
         *sources,
         out=out,
         part_columns=part_columns,
         split_k=split_k,
-        **product_arguments(x, weight, mode, bias, activation, norm, residual),
-        **_scales_of(weight, x),
+        **taken(_packed_row_kernel, arguments | scale_arguments(weight, x)),
         BLOCK_N=choice.block_n,
         BLOCK_M=block_m,
         SPANS=choice.spans,
@@ -244,13 +241,6 @@ def multiply(
         **options,
     )
     return out
-
-
-def _scales_of(weight: TiledWeight, filler: Tensor) -> dict[str, object]:
-    """The arguments for scales; groups that have super scales are smaller than a slice of 64."""
-    arguments = scale_arguments(weight, filler)
-    unknown = ("super_scales", "super_offsets", "STORED")
-    return {name: arguments[name] for name in arguments if name not in unknown}
 
 
 def _early_lines(weight: TiledWeight, columns: int, early: int) -> int:

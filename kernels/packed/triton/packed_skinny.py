@@ -11,7 +11,6 @@ multiply the sums over their columns, so no weight is rounded, unless a program 
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -35,7 +34,7 @@ from ...quant.triton.plane_scales import factors_of_slices, plane_factors
 from ..choice import EXACT_ROWS
 from ..kinds import GATE_UP, PARTS, PLAIN
 from ..planes.triton.plane_products import add_planes, plane_tiles
-from .arguments import product_arguments, scale_arguments
+from .arguments import empty_output, product_arguments, scale_arguments
 from .packed_products import add_products, add_span
 
 
@@ -271,11 +270,7 @@ def multiply(
     num_outputs = weight.shape[0] // (2 if mode == GATE_UP else 1)
     split_k = choice.split_k if mode == PARTS else 1
     span = triton.cdiv(triton.cdiv(num_inputs, split_k), columns) * columns
-    if mode == PARTS:
-        shape = (split_k, num_rows, num_outputs)
-        out = torch.empty(shape, dtype=torch.float32, device=x.device)
-    else:
-        out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
+    out = empty_output(x, num_outputs, mode, split_k)
     if tma is None:
         tma = has_tma(x) and fits_tma(weight.words, x)
     w_source, x_source = weight.words, x
@@ -297,13 +292,11 @@ def multiply(
     early = choice.early if options["PDL"] else 0
     while early > span // codes:
         early //= 2
-    gain = x if norm is None else norm[0]
     blocks = triton.cdiv(num_outputs, choice.block_n)
     _packed_kernel[(triton.cdiv(num_rows, choice.block_m), blocks * split_k)](
         w_source,
         x_source,
         weight.words,
-        gain,
         out=out,
         high_source=high_source,
         num_high=num_high,

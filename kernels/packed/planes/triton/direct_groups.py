@@ -11,8 +11,6 @@ multiply one tile of sums.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -24,8 +22,9 @@ from ....quant.tiled import TiledWeight
 from ....quant.triton.packed_codes import KINDS
 from ....quant.triton.plane_codes import PLANE_KINDS, unit_of
 from ...kinds import GATE_UP, PARTS, PLAIN, Direct, fits_small_groups
+from ...triton.arguments import empty_output, product_arguments, taken
 from ...triton.packed_direct import _finish
-from ...triton.packed_lanes import lanes_of, load_tile, wide
+from ...triton.packed_lanes import lanes_of, load_tile, rows_of_tile, wide, words_of
 from .group_lanes import (
     first_columns,
     left_of_group,
@@ -35,7 +34,6 @@ from .group_lanes import (
     scales_by_row,
     scales_inside,
     tile_numbers,
-    words_of,
 )
 
 
@@ -191,16 +189,7 @@ def _direct_groups_kernel(
     start = tl.program_id(0) // split_k * HEIGHT
     first = part * part_units
     last = tl.minimum(first + part_units, num_units)
-    eight, sixteen = tl.arange(0, 8), tl.arange(0, 16)
-    low = start + eight
-    if MODE == 2:
-        n = start + sixteen % 8 + sixteen // 8 * num_outputs
-        upper = low + num_outputs
-        insides = low < num_outputs, low < num_outputs, start + sixteen % 8 < num_outputs
-    else:
-        n = start + sixteen
-        upper = low + 8
-        insides = low < num_outputs, upper < num_outputs, n < num_outputs
+    n, low, upper, insides = rows_of_tile(start, num_outputs, MODE)
     none = tl.arange(0, SPANS)[:, None] * 0 + n[None, :]
     pointers = (
         lanes_of(words, low, num_words // 2, LOWS * WIDTH // 2, SPANS, WIDTH // 2),
@@ -264,32 +253,30 @@ def multiply(
     split_k = choice.split_k if mode == PARTS else 1
     step = choice.num_warps * choice.ahead
     part_units = triton.cdiv(triton.cdiv(num_units, split_k), step) * step
-    if mode == PARTS:
-        out = torch.empty(split_k, 1, num_outputs, dtype=torch.float32, device=x.device)
-    else:
-        out = torch.empty(1, num_outputs, dtype=x.dtype, device=x.device)
-    gain, eps = (x, 0.0) if norm is None else norm
+    out = empty_output(x, num_outputs, mode, split_k)
     even = num_outputs % height == 0 and num_units % step == 0 and num_inputs % columns == 0
+    high = weight.words if weight.high is None else weight.high
     _direct_groups_kernel[(triton.cdiv(num_outputs, height) * split_k,)](
         weight.words.view(torch.int32),
-        *_operands(weight, x),
-        gain,
-        *_scales(weight, x),
-        x if bias is None else bias,
-        x if residual is None else residual,
-        out,
-        eps,
-        num_outputs,
-        num_inputs,
-        weight.words.shape[1],
-        0 if weight.high is None else weight.high.shape[1],
-        triton.cdiv(num_inputs, weight.group),
-        weight.scales.stride(0),
-        weight.scales.stride(1),
-        0 if weight.super_scales is None else weight.super_scales.stride(0),
-        part_units,
-        num_units,
-        split_k,
+        high.view(torch.int32),
+        x,
+        scales=weight.scales,
+        offsets=x if weight.offsets is None else weight.offsets,
+        super_scales=x if weight.super_scales is None else weight.super_scales,
+        super_offsets=x if weight.super_offsets is None else weight.super_offsets,
+        out=out,
+        num_high=0 if weight.high is None else weight.high.shape[1],
+        num_groups=triton.cdiv(num_inputs, weight.group),
+        stride=weight.scales.stride(0),
+        row_stride=weight.scales.stride(1),
+        super_stride=0 if weight.super_scales is None else weight.super_scales.stride(0),
+        part_units=part_units,
+        num_units=num_units,
+        split_k=split_k,
+        **taken(
+            _direct_groups_kernel,
+            product_arguments(x, weight, mode, bias, activation, norm, residual),
+        ),
         SPANS=choice.num_warps,
         AHEAD=choice.ahead,
         GROUP=weight.group,
@@ -300,13 +287,7 @@ def multiply(
         UNIT=unit_of_numbers(weight, x),
         OFFSETS=weight.offsets is not None,
         SUPER=weight.super_scales is not None,
-        NORM=norm is not None,
-        BIAS=bias is not None,
-        RESIDUAL=residual is not None,
-        MODE=mode,
-        ACTIVATION=int(activation == "gelu_tanh"),
         EVEN=even,
-        ASSEMBLY=not x.is_cpu,
         num_warps=choice.num_warps,
         num_stages=1,
         # Left to itself, the compiler would rather spill a few registers than exceed 80.
@@ -330,16 +311,6 @@ def unit_of_numbers(weight: TiledWeight, x: Tensor) -> float:
     """What numbers are divided by in the kernel."""
     divided = weight.high is not None or (weight.kind == "int4" and x.dtype == torch.bfloat16)
     return unit_of(x.dtype, not x.is_cpu) if divided else 1.0
-
-
-def _operands(weight: TiledWeight, x: Tensor) -> tuple[Tensor, Tensor]:
-    high = weight.words if weight.high is None else weight.high
-    return high.view(torch.int32), x
-
-
-def _scales(weight: TiledWeight, filler: Tensor) -> tuple[Any, ...]:
-    fields = weight.scales, weight.offsets, weight.super_scales, weight.super_offsets
-    return tuple(filler if field is None else field for field in fields)
 
 
 hash_functions(globals())

@@ -19,8 +19,8 @@ from ....linear.triton.gemv import gated
 from ....quant.tiled import TiledWeight
 from ....quant.triton.plane_scales import scale_in
 from ...kinds import GATE_UP, PARTS, PLAIN, Direct, fits_few_rows
-from ...triton.arguments import scale_arguments
-from ...triton.packed_lanes import lanes_of, load_tile, wide
+from ...triton.arguments import empty_output, product_arguments, scale_arguments, taken
+from ...triton.packed_lanes import lanes_of, load_tile, rows_of_tile, wide, words_of
 from .direct_groups import slices_of_word, unit_of_numbers
 from .group_lanes import (
     first_columns,
@@ -28,7 +28,6 @@ from .group_lanes import (
     load_words,
     right_of_groups,
     tile_numbers,
-    words_of,
 )
 
 
@@ -210,7 +209,7 @@ def _few_rows_kernel(
     high,  # [N, W2 / 2] int32, of two planes
     x,  # [M, K]
     scales,  # [registers, N] int32, 4 bytes of neighbouring groups of a row
-    offsets,  # of the same shape
+    zeros,  # offsets, of the same shape
     super_scales,  # [ceil(K / 256), N], if SUPER
     super_offsets,
     bias,  # [N] or [2 N]
@@ -221,7 +220,7 @@ def _few_rows_kernel(
     num_inputs,  # K
     num_words,  # W
     num_high,  # W2
-    num_registers,
+    num_groups,  # registers of a row
     stride,  # of `scales` and `offsets`
     super_stride,
     part_units,  # of a part, a multiple of SPANS
@@ -253,20 +252,12 @@ def _few_rows_kernel(
     start = tl.program_id(0) // split_k * TILES * HEIGHT
     first = part * part_units
     last = tl.minimum(first + part_units, num_units)
-    eight, sixteen = tl.arange(0, 8), tl.arange(0, 16)
     pointers, insides, n = (), (), ()
     for tile in tl.static_range(TILES):
-        low = start + tile * HEIGHT + eight
-        if MODE == 2:
-            n += (start + tile * HEIGHT + sixteen % 8 + sixteen // 8 * num_outputs,)
-            upper = low + num_outputs
-            whole = start + tile * HEIGHT + sixteen % 8 < num_outputs
-            insides += ((low < num_outputs, low < num_outputs, whole),)
-        else:
-            n += (start + tile * HEIGHT + sixteen,)
-            upper = low + 8
-            insides += ((low < num_outputs, upper < num_outputs, n[tile] < num_outputs),)
-        none = tl.zeros([SPANS, 1], tl.int32) + n[tile][None, :]
+        rows, low, upper, inside = rows_of_tile(start + tile * HEIGHT, num_outputs, MODE)
+        n += (rows,)
+        insides += (inside,)
+        none = tl.zeros([SPANS, 1], tl.int32) + rows[None, :]
         pointers += (
             (
                 lanes_of(words, low, num_words // 2, LOWS * WIDTH // 2, SPANS, WIDTH // 2),
@@ -274,12 +265,12 @@ def _few_rows_kernel(
                 lanes_of(high, low, num_high // 2, WIDTH // 2, SPANS, WIDTH // 2),
                 lanes_of(high, upper, num_high // 2, WIDTH // 2, SPANS, WIDTH // 2),
                 scales + none,
-                offsets + none,
+                zeros + none,
                 super_scales + none,
                 super_offsets + none,
             ),
         )
-    sizes = num_words, num_registers, stride, super_stride
+    sizes = num_words, num_groups, stride, super_stride
     loaded = ()
     for tile in tl.static_range(TILES):
         loaded += (_load(pointers[tile], insides[tile], sizes, first, 0, last, FORM, not EVEN),)
@@ -327,52 +318,30 @@ def multiply(
     split_k = choice.split_k if mode == PARTS else 1
     step = choice.num_warps
     part_units = triton.cdiv(triton.cdiv(num_units, split_k), step) * step
-    if mode == PARTS:
-        out = torch.empty(split_k, num_rows, num_outputs, dtype=torch.float32, device=x.device)
-    else:
-        out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
+    out = empty_output(x, num_outputs, mode, split_k)
     even = num_outputs % height == 0 and num_units % step == 0 and num_inputs % columns == 0
     high = weight.words if weight.high is None else weight.high
-    arguments = scale_arguments(weight, x)
+    arguments = product_arguments(x, weight, mode, bias, activation, None, residual)
     _few_rows_kernel[(triton.cdiv(num_outputs, height) * split_k,)](
         weight.words.view(torch.int32),
         high.view(torch.int32),
         x,
-        arguments["scales"],
-        arguments["zeros"],
-        arguments["super_scales"],
-        arguments["super_offsets"],
-        x if bias is None else bias,
-        x if residual is None else residual,
-        out,
-        num_rows,
-        num_outputs,
-        num_inputs,
-        weight.words.shape[1],
-        high.shape[1],
-        arguments["num_groups"],
-        arguments["stride"],
-        0 if weight.super_scales is None else weight.super_scales.stride(0),
-        part_units,
-        num_units,
-        split_k,
+        **taken(_few_rows_kernel, arguments | scale_arguments(weight, x)),
+        out=out,
+        num_high=high.shape[1],
+        super_stride=0 if weight.super_scales is None else weight.super_scales.stride(0),
+        part_units=part_units,
+        num_units=num_units,
+        split_k=split_k,
         BLOCKS=1 if num_rows <= 8 else 2,
         TILES=choice.tiles,
         SPANS=choice.num_warps,
-        GROUP=weight.group,
         WIDTH=weight.slice_width,
         LOWS=columns // (weight.slice_width * slices_of_word(weight)),
-        KIND=arguments["KIND"],
-        STORED=arguments["STORED"],
         UNIT=unit_of_numbers(weight, x),
         OFFSETS=weight.offsets is not None,
         SUPER=weight.super_scales is not None,
-        BIAS=bias is not None,
-        RESIDUAL=residual is not None,
-        MODE=mode,
-        ACTIVATION=int(activation == "gelu_tanh"),
         EVEN=even,
-        ASSEMBLY=not x.is_cpu,
         num_warps=choice.num_warps,
         num_stages=1,
         **pdl_options(x),

@@ -10,14 +10,7 @@ import triton.language as tl
 from ....launch import hash_functions
 from ....quant.triton.packed_codes import int4_parts, numbers
 from ....quant.triton.plane_codes import plane_numbers
-from ...triton.packed_lanes import load_tile, wide
-
-
-@triton.jit
-def words_of(pairs):
-    """Words [8, SPANS, 2 * P] of pairs [8, SPANS, P] int32."""
-    both = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16))
-    return tl.reshape(both, [pairs.shape[0], pairs.shape[1], 2 * pairs.shape[2]])
+from ...triton.packed_lanes import load_tile, wide, words_of
 
 
 @triton.jit
