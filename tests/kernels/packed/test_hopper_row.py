@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -10,11 +11,12 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.packed.persistent.row_layer import multiply_row_reference
+from slipstream.kernels.packed.persistent.row_memory import RowMemory
 from slipstream.kernels.packed.persistent.row_weights import RowLayer, fits_row_layer
 from slipstream.kernels.quant.tiled import tile
 
 from ...cases import some
-from ..gluon_threads import ThreadedKernel
+from ..gluon_threads import TIMEOUT, ThreadedKernel, load, store
 from ..quant.random_weights import FORMATS, random_weight
 
 pytestmark = pytest.mark.usefixtures("triton_interpreter")
@@ -28,6 +30,12 @@ SIZES = {
     "fp8 rows": (384, 1152, 1280, 48),
 }
 
+# The same with two steps of `down` and more.
+LONG = {
+    "int4 128": (768, 512, 4480, 336),
+    "fp8 rows": (384, 1152, 4352, 48),
+}
+
 
 def masked_4(words: Tensor) -> tuple[Tensor, ...]:
     low, high = words.int() & 255, words.int() >> 8 & 255
@@ -39,6 +47,22 @@ def masked_8(words: Tensor) -> tuple[Tensor, ...]:
     return tuple(
         code.to(torch.uint8).view(torch.float8_e4m3fn).float() * 2.0**-120 for code in codes
     )
+
+
+def arrived(
+    pointers: Any, inside: Tensor, patience: int, chunks: int, waits: bool
+) -> Tensor:  # fmt: skip
+    """Values that other programs store while this one waits for them."""
+    until = time.monotonic() + TIMEOUT
+    while bool((values := load(pointers, inside)).isnan().any()) and waits:
+        assert time.monotonic() < until, "a value never arrives"
+        time.sleep(0)
+    return values
+
+
+def confirmed(values: Tensor, pointers: Any, patience: int) -> Tensor:
+    inside = values.isnan()
+    return torch.where(inside, arrived(pointers, inside, patience, 1, True), values)
 
 
 @pytest.fixture
@@ -55,6 +79,9 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
         "meet_programs",
         masked_4=masked_4,
         masked_8=masked_8,
+        arrived=arrived,
+        confirmed=confirmed,
+        publish=lambda pointers, values, inside: store(pointers, values, inside),
         minus_eight=lambda spans, _: torch.full((spans, 16, 64), -8 * SMALLEST),
     ).replace(monkeypatch)
     return hopper_row
@@ -69,12 +96,12 @@ def layer_of(name: str, sizes: tuple[int, int, int, int]) -> RowLayer:
 
 
 def run(kernel: Any, layer: RowLayer, programs: int, **changes: int) -> None:
-    """Compare the kernel in a form with the plain version."""
+    """Compare the kernel in a form with the plain version, in three launches with one memory."""
     form = replace(kernel.Form(), **changes)
     x, residual = torch.randn(1, layer.o.shape[1]), torch.randn(1, layer.o.shape[0])
-    counter = torch.zeros(1, dtype=torch.int32)
-    for own in (layer, replace(layer, qkv=None, next_norm=None)):
-        got = kernel.multiply(x, residual, own, counter, form, programs)
+    memory = RowMemory.new(layer.o.shape[0], layer.down.shape[1], CPU, torch.float32)
+    for own in (layer, replace(layer, qkv=None, next_norm=None), layer):
+        got = kernel.multiply(x, residual, own, memory, form, programs)
         for found, exact in zip(got, multiply_row_reference(x, residual, own), strict=True):
             assert (found is None) == (exact is None)
             if found is not None and exact is not None:
@@ -98,6 +125,24 @@ def test_a_layer_is_that_of_its_parts(
 ) -> None:
     """Also with more programs than tiles, and with more stages than steps."""
     run(kernel, layer_of(name, SIZES[name]), programs, stages=stages, held=held, spans=spans)
+
+
+@pytest.mark.parametrize(
+    ("name", "programs", "held", "exchange", "late"),
+    some(
+        [
+            (name, *form)
+            for name in SIZES
+            for form in ((5, 1, 1, 0), (5, 4, 1, 0), (1, 4, 2, 0), (7, 1, 2, 1), (97, 1, 2, 2))
+        ],
+        kept=[("int4 128", 7, 1, 2, 1), ("fp8 rows", 5, 4, 1, 0), ("fp8 rows", 1, 4, 2, 0)],
+    ),
+)
+def test_programs_can_exchange_rows_in_other_ways(
+    kernel: Any, name: str, programs: int, held: int, exchange: int, late: int
+) -> None:
+    """Also with values that show their arrival, each launch in the other half of the memory."""
+    run(kernel, layer_of(name, LONG[name]), programs, held=held, exchange=exchange, late=late)
 
 
 @pytest.mark.parametrize("flying", some([1, 2, 5], [2]))

@@ -35,12 +35,14 @@ from ....linear.triton.skinny import _TRITON_DTYPES
 from ....quant.tiled import TiledWeight
 from ....quant.triton.packed_codes import sum_factor
 from ...kinds import WIDTH
+from ..row_memory import MOST_PROGRAMS, RowMemory
 from ..row_weights import RowLayer
 from .hopper_row_roles import bring_words, multiply_all
 from .hopper_row_steps import HEIGHT, INPUT_FACTOR
 
 WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 16, 4))
 FLAT = gl.constexpr(gl.NVMMASharedLayout(0, 16, 3))
+LOADED = 32 * 8  # numbers that a warp loads at once
 PATIENCE = 1 << 24  # times 1024 cycles: about ten seconds until a missing program is an error
 
 
@@ -56,6 +58,13 @@ class Form:
     flying: int = 3  # stages that are on their way at the same time
     spans: int = 8  # of a step, and warps of the consumer
     early: int = 1  # 1 = the next kernel may start while this one runs, 0 = near its end
+    # How programs exchange rows: 0 = they meet at a counter, then each step loads its input; 1 =
+    # they meet, then copy the whole input to shared memory; 2 = as 1, but they do not meet: values
+    # show that they have arrived, see `row_exchange`.
+    exchange: int = 0
+    # If `exchange` is 2: tiles of gate and up at the end that a program stores apart, so that down
+    # begins before others have computed theirs; 0 = all are stored at once.
+    late: int = 0
 
 
 @gluon.jit
@@ -75,6 +84,8 @@ def _hopper_row_kernel(
     out,  # [N] of qkv
     squares,  # [2, PROGRAMS] float32, sums of squares of each program
     counter,  # [1] int32
+    launches,  # [1] int32
+    words,  # [2, HALF_WORDS] int32, whose first half has what programs exchange if EXCHANGE == 2
     eps,
     next_eps,
     patience,  # times 1024 cycles
@@ -92,6 +103,13 @@ def _hopper_row_kernel(
     HELD: gl.constexpr,
     FLYING: gl.constexpr,
     EARLY: gl.constexpr,
+    EXCHANGE: gl.constexpr,
+    STAGED: gl.constexpr,  # values of an input in shared memory
+    HALF_WORDS: gl.constexpr,
+    HALF_VALUES: gl.constexpr,
+    ERASED: gl.constexpr,  # words that a program erases
+    COMMON: gl.constexpr,  # tiles of gate and up that each program stores first
+    REST: gl.constexpr,  # the first step of down that needs others
     SCALE: gl.constexpr,  # type of the scales of groups
     PRODUCER: gl.constexpr,
     PDL: gl.constexpr,
@@ -105,6 +123,11 @@ def _hopper_row_kernel(
     partials = gl.allocate_shared_memory(
         gl.float32, [MOST, SPANS, HEIGHT], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     )  # fmt: skip
+    x_shared = partials
+    if EXCHANGE > 0:
+        x_shared = gl.allocate_shared_memory(
+            x.dtype.element_ty, [STAGED // 64, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        )  # fmt: skip
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
@@ -119,10 +142,11 @@ def _hopper_row_kernel(
         [
             (multiply_all, (
                 products[0], products[1], products[2], products[3], x, residual, gain, normed,
-                inner, next_gain, stream, next_normed, out, squares, counter, eps, next_eps,
-                patience, w_ring, s_ring, full, empty, partials, TILES, STEPS, TURNS, MOST,
-                GROUPS, SLICES, FACTORS, SIZES, PROGRAMS, SPANS, STAGES, HELD, SCALE, EARLY,
-                PDL,
+                inner, next_gain, stream, next_normed, out, squares, counter, launches, words,
+                eps, next_eps, patience, w_ring, s_ring, full, empty, partials, x_shared, TILES,
+                STEPS, TURNS, MOST, GROUPS, SLICES, FACTORS, SIZES, PROGRAMS, SPANS, STAGES, HELD,
+                SCALE, EARLY, EXCHANGE, HALF_WORDS, HALF_VALUES, ERASED,
+                COMMON, REST, PDL,
             )),
             (bring_words, (
                 products[0], products[1], products[2], products[3], w_ring, s_ring, full,
@@ -143,7 +167,7 @@ def multiply(
     x: Tensor,
     residual: Tensor,
     layer: RowLayer,
-    counter: Tensor,
+    memory: RowMemory,
     form: Form | None = None,
     programs: int | None = None,
     patience: int = PATIENCE,
@@ -160,7 +184,14 @@ def multiply(
         programs = 4 if card is None else card.num_processors
     padded = triton.next_power_of_2(programs)
     groups = 0 if first.group >= first.columns else slices * WIDTH // first.group
-    normed, stream, next_normed = x.new_empty(3, hidden)
+    if form.exchange == 2:
+        assert padded <= MOST_PROGRAMS
+        normed, next_normed, fed, squares = memory.rows(hidden, inner, x.dtype)
+        stream = x.new_empty(hidden)
+    else:
+        normed, stream, next_normed = x.new_empty(3, hidden)
+        fed = x.new_empty(inner)
+        squares = torch.empty(2, padded, dtype=torch.float32, device=x.device)
     out = x.new_empty(1, outputs) if outputs else x
     next_gain, next_eps = layer.norm if layer.next_norm is None else layer.next_norm
     arguments: list[Any] = []
@@ -170,19 +201,23 @@ def multiply(
     columns = slices * WIDTH * form.spans  # of a step
     steps = tuple(triton.cdiv(weight.shape[1], columns) for weight in weights)
     turns = tuple(triton.next_power_of_2(max(1, triton.cdiv(count, programs))) for count in tiles)
+    common, rest = _parts(form, programs, tiles[1], steps[2], columns)
+    half = memory.words.shape[1]
     _hopper_row_kernel[(programs,)](
         *arguments,
         x,
         residual,
         layer.norm[0],
         normed,
-        x.new_empty(inner),
+        fed,
         next_gain,
         stream,
         next_normed,
         out,
-        torch.empty(2, padded, dtype=torch.float32, device=x.device),
-        counter,
+        squares,
+        memory.counter,
+        memory.launches,
+        memory.words,
         layer.norm[1],
         next_eps,
         patience,
@@ -200,6 +235,13 @@ def multiply(
         HELD=form.held,
         FLYING=min(form.flying, form.stages),
         EARLY=form.early,
+        EXCHANGE=form.exchange,
+        STAGED=_staged(max(steps) * columns, form),
+        HALF_WORDS=half,
+        HALF_VALUES=half * 4 // x.element_size(),
+        ERASED=triton.next_power_of_2(triton.cdiv(half, programs)),
+        COMMON=common,
+        REST=rest,
         SCALE=_TRITON_DTYPES[first.scales.dtype] if groups else gl.int16,
         PRODUCER=form.producer,
         num_warps=form.spans,
@@ -207,6 +249,25 @@ def multiply(
         **pdl_options(x),
     )
     return stream.view(1, -1), out if outputs else None
+
+
+def _staged(values: int, form: Form) -> int:
+    """The numbers of an input in shared memory: copies of up to eight chunks a thread are whole."""
+    loaded = LOADED * form.spans
+    whole = loaded * min(8, triton.next_power_of_2(triton.cdiv(values, loaded)))
+    return int(triton.cdiv(values, whole) * whole)
+
+
+def _parts(form: Form, programs: int, tiles: int, steps: int, columns: int) -> tuple[int, int]:
+    """The tiles of gate and up that each program has and stores first, and the first step of down
+    that needs later ones. Each is 0 if all are stored, or needed, at once."""
+    if form.exchange != 2 or form.late == 0:
+        return 0, 0
+    common = max(0, min(triton.cdiv(tiles, programs) - form.late, tiles // programs))
+    unit = max(columns, LOADED * form.spans)
+    first = common * programs * 8 // unit * unit
+    is_soon = 0 < steps * columns - first <= unit and steps > form.held
+    return common, first // columns if is_soon else 0
 
 
 def _product(weight: TiledWeight, gated: bool, groups: int, spans: int) -> list[Any]:
