@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..device import use_triton
+from ..operation import operation
 
 _MOST_ROWS = 256  # of the Triton version; only a prefill has more
 
@@ -21,17 +21,7 @@ def absorb_query(query: Tensor, w_uk: Tensor, fixed: bool = False) -> Tensor:
     query: [T, H, nope]; w_uk: [H, nope, latent], the key half of kv_b_proj. If `fixed`, the
     bits of a row do not depend on T.
     """
-    if use_triton(query) and (fixed or query.shape[0] <= _MOST_ROWS):
-        from .triton.mla import project_heads
-
-        out: Tensor = project_heads(query, w_uk, fixed)
-        return out
-    return absorb_query_reference(query, w_uk)
-
-
-def absorb_query_reference(query: Tensor, w_uk: Tensor) -> Tensor:
-    """The plain version of `absorb_query`."""
-    return torch.bmm(query.transpose(0, 1), w_uk).transpose(0, 1)
+    return project_heads(query, w_uk, fixed)
 
 
 def expand_value(latent: Tensor, w_uv: Tensor, fixed: bool = False) -> Tensor:
@@ -39,14 +29,16 @@ def expand_value(latent: Tensor, w_uv: Tensor, fixed: bool = False) -> Tensor:
 
     latent: [T, H, latent]; w_uv: [H, v, latent], the value half of kv_b_proj. `fixed`: as above.
     """
-    if use_triton(latent) and (fixed or latent.shape[0] <= _MOST_ROWS):
-        from .triton.mla import project_heads
-
-        out: Tensor = project_heads(latent, w_uv.transpose(1, 2), fixed)
-        return out
-    return expand_value_reference(latent, w_uv)
+    return project_heads(latent, w_uv.transpose(1, 2), fixed)
 
 
-def expand_value_reference(latent: Tensor, w_uv: Tensor) -> Tensor:
-    """The plain version of `expand_value`."""
-    return torch.bmm(latent.transpose(0, 1), w_uv.transpose(1, 2)).transpose(0, 1)
+def project_heads_reference(x: Tensor, weight: Tensor, fixed: bool = False) -> Tensor:
+    """Multiply x [T, H, K] by weight [H, K, N], head by head; returns [T, H, N]."""
+    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+
+
+def _has_kernel(x: Tensor, weight: Tensor, fixed: bool = False) -> bool:
+    return fixed or x.shape[0] <= _MOST_ROWS
+
+
+project_heads = operation(project_heads_reference, "x", ".triton.mla", _has_kernel)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..device import use_triton
+from ..operation import operation
 from ..quant.e4m3 import E4M3, unpack_latent
 from .paged_rows import AttentionRule, Fp8Cache, PagedRows
 
@@ -23,7 +23,7 @@ _CALL_OVERHEAD_KEYS = 300
 _GROUPED_KEYS = 1024  # from this number of keys on, a single query row is also grouped by key head
 
 
-def paged_attention(
+def paged_attention_reference(
     query: Tensor,
     kv_cache: Tensor,
     rows: PagedRows,
@@ -36,21 +36,6 @@ def paged_attention(
     [num_blocks, block_size, 1, D]; of e4m3 with `rule.fp8`, then with packed rows for MLA. Returns
     [T, Hq, Dv], which is `out` if that is given; rows of requests with seq_len 0 are zeros.
     """
-    if use_triton(query):
-        from .triton import paged_attention as triton_paged_attention
-
-        result: Tensor = triton_paged_attention.paged_attention(
-            query, kv_cache, rows, rule, out=out
-        )
-        return result
-    result = paged_attention_reference(query, kv_cache, rows, rule)
-    return result if out is None else out.copy_(result)
-
-
-def paged_attention_reference(
-    query: Tensor, kv_cache: Tensor, rows: PagedRows, rule: AttentionRule
-) -> Tensor:
-    """The plain version of `paged_attention`."""
     plan = plan_attention(
         rows.block_table,
         rows.query_start_loc.tolist(),
@@ -59,7 +44,11 @@ def paged_attention_reference(
         rule.sliding_window,
         query.dtype,
     )
-    return planned_attention(query, kv_cache, plan, rule)
+    result = planned_attention(query, kv_cache, plan, rule)
+    return result if out is None else out.copy_(result)
+
+
+paged_attention = operation(paged_attention_reference, "query", ".triton.paged_attention")
 
 
 @dataclass(frozen=True)

@@ -5,30 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..device import use_triton
+from ..operation import operation
 from ..quant.e4m3 import E4M3, pack_latent, quantise
 from .paged_rows import Fp8Cache
-
-
-def store_kv(
-    key: Tensor,
-    value: Tensor | None,
-    kv_cache: Tensor,
-    slot_mapping: Tensor,
-    fp8: Fp8Cache | None = None,
-) -> None:
-    """Write row t of `key` and `value` at cache slot `slot_mapping[t]`; for slot -1 write nothing.
-
-    key: [T, Hkv, D]; value: [T, Hkv, D], None for MLA; slot_mapping: [T] int64, block * block_size
-    + offset; kv_cache: [2, num_blocks, block_size, Hkv, D], for MLA [num_blocks, block_size, 1, D].
-    With `fp8` the cache is e4m3, and the rows of MLA are packed ones (`pack_latent`).
-    """
-    if use_triton(kv_cache):
-        from .triton import store_kv as triton_store_kv
-
-        triton_store_kv.store_kv(key, value, kv_cache, slot_mapping, fp8)
-        return
-    store_kv_reference(key, value, kv_cache, slot_mapping, fp8=fp8)
 
 
 def store_kv_reference(
@@ -36,10 +15,16 @@ def store_kv_reference(
     value: Tensor | None,
     kv_cache: Tensor,
     slot_mapping: Tensor,
-    all_valid: bool = False,
     fp8: Fp8Cache | None = None,
+    all_valid: bool = False,
 ) -> None:
-    """The plain version of `store_kv`; with `all_valid` the caller promises that no slot is -1."""
+    """Write row t of `key` and `value` at cache slot `slot_mapping[t]`; for slot -1 write nothing.
+
+    key: [T, Hkv, D]; value: [T, Hkv, D], None for MLA; slot_mapping: [T] int64, block * block_size
+    + offset; kv_cache: [2, num_blocks, block_size, Hkv, D], for MLA [num_blocks, block_size, 1, D].
+    With `fp8` the cache is e4m3, and the rows of MLA are packed ones (`pack_latent`). With
+    `all_valid`, which only the plain version takes, the caller promises that no slot is -1.
+    """
     if not all_valid:
         rows = (slot_mapping >= 0).nonzero().squeeze(1)  # [written] token rows
         if rows.numel() < slot_mapping.numel():
@@ -63,3 +48,6 @@ def store_kv_reference(
         key, value = key.to(kv_cache.dtype), value.to(kv_cache.dtype)
     keys.index_copy_(0, slot_mapping, key)
     values.index_copy_(0, slot_mapping, value)
+
+
+store_kv = operation(store_kv_reference, "kv_cache", ".triton.store_kv")

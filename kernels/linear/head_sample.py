@@ -63,18 +63,7 @@ def sample_head(
         return pick_rows(linear(x, weight, None, choice), draws)
     from .triton.head_sample import HeadRows
 
-    if draws is None:
-        head = HeadRows(x.shape[0], x.device, None, None, None, None, 0)
-    else:
-        head = HeadRows(
-            x.shape[0],
-            x.device,
-            draws.seeds.contiguous(),
-            draws.positions.contiguous(),
-            draws.greedy.contiguous(),
-            draws.temperature.contiguous(),
-            draws.salt,
-        )
+    head = HeadRows.of(x, draws)
     result: tuple[Tensor, Tensor]
     if isinstance(choice, Gemv):
         from .triton.gemv import sample_head as gemv
@@ -107,17 +96,12 @@ def pick_rows_reference(logits: Tensor, draws: Draws | None = None) -> tuple[Ten
 pick_rows = operation(pick_rows_reference, "logits", ".triton.head_sample")
 
 
-def best_of_part(logits: Tensor, draws: Draws | None, first: int) -> Tensor:
+def best_of_part_reference(logits: Tensor, draws: Draws | None, first: int) -> Tensor:
     """As `pick_rows` for a part of the vocabulary, the tokens from `first` on: logits [L, n].
 
     Returns [L, 3] float32 for `best_of_parts`: the score of the best token, the token (below
     2 ** 24), and the largest logit.
     """
-    if use_triton(logits):
-        from .triton.head_sample import best_of_part as best_of_part_triton
-
-        result: Tensor = best_of_part_triton(logits, draws, first)
-        return result
     scores = logits = logits.float()
     if draws is not None:
         heat = torch.where(draws.temperature > 0, draws.temperature, 1.0)[:, None]
@@ -128,16 +112,17 @@ def best_of_part(logits: Tensor, draws: Draws | None, first: int) -> Tensor:
     return torch.stack((best, (places + first).float(), logits.amax(-1)), -1)
 
 
-def best_of_parts(parts: Tensor) -> tuple[Tensor, Tensor]:
+best_of_part = operation(best_of_part_reference, "logits", ".triton.head_sample")
+
+
+def best_of_parts_reference(parts: Tensor) -> tuple[Tensor, Tensor]:
     """What `pick_rows` returns for the whole vocabulary.
 
     parts: [P, L, 3] float32, of each part in ascending order of tokens what `best_of_part` returns.
     """
-    if use_triton(parts):
-        from .triton.head_sample import best_of_parts as best_of_parts_triton
-
-        result: tuple[Tensor, Tensor] = best_of_parts_triton(parts)
-        return result
     best = parts[:, :, 0].argmax(0, keepdim=True)  # the first of equal ones has the lowest id
     tokens = parts[:, :, 1].gather(0, best)[0]
     return tokens.long(), parts[:, :, 2].amax(0)
+
+
+best_of_parts = operation(best_of_parts_reference, "parts", ".triton.head_sample")

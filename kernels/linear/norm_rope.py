@@ -56,7 +56,7 @@ def _scalar(value: float) -> Tensor:
         return torch.tensor(value, dtype=torch.float32)
 
 
-def fused_add_rms_norm(
+def fused_add_rms_norm_reference(
     x: Tensor,
     residual: Tensor,
     weight: Tensor,
@@ -69,30 +69,18 @@ def fused_add_rms_norm(
 
     x: [T, H], or parts [S, T, H] to sum in float32; residual: [T, H], or a larger matrix from which
     `rows` [T] int64 selects rows. The results are written to `out`, which must be contiguous, and
-    `stream`, if given. Both inputs may be overwritten.
+    `stream`, if given.
     """
-    if use_triton(x):
-        from .triton import norm_rope as triton_norm_rope
-
-        result: tuple[Tensor, Tensor] = triton_norm_rope.fused_add_rms_norm(
-            x, residual, weight, eps, rows, out, stream
-        )
-        return result
     if rows is not None:
         residual = residual[rows]
-    normed, total = fused_add_rms_norm_reference(x, residual, weight, eps)
-    return _kept(normed, out), _kept(total, stream)
-
-
-def fused_add_rms_norm_reference(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """The plain version of `fused_add_rms_norm`; it does not change its inputs."""
     if x.dim() > residual.dim():
-        residual = (x.float().sum(0) + residual).to(residual.dtype)
+        total = (x.float().sum(0) + residual).to(residual.dtype)
     else:
-        residual = x + residual
-    return rms_norm_reference(residual, weight, eps), residual
+        total = x + residual
+    return _kept(rms_norm_reference(total, weight, eps), out), _kept(total, stream)
+
+
+fused_add_rms_norm = operation(fused_add_rms_norm_reference, "x", ".triton.norm_rope")
 
 
 def rotary_embedding_reference(

@@ -9,41 +9,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..device import use_triton
 from ..operation import operation
 from .norm_rope import rms_norm_reference
 
 
-def write_stream(hidden: Tensor, residual: Tensor | None, out: Tensor | None = None) -> Tensor:
+def write_stream_reference(
+    hidden: Tensor, residual: Tensor | None, out: Tensor | None = None
+) -> Tensor:
     """Compute hidden + residual, [M, H], and write it to `out` if given; returns it.
 
     hidden: [M, H], or with a `residual` also float32 parts [S, M, H] to sum; residual: [M, H],
     None = 0; out: [M, H], with any row stride. Without both, it returns `hidden` itself.
     """
-    if out is None and residual is None:
-        return hidden
-    if use_triton(hidden):
-        from .triton.streams import write_stream as write_stream_triton
-
-        result: Tensor = write_stream_triton(hidden, residual, out)
-        return result
-    if out is None:
-        return stream_reference(hidden, residual)
-    if residual is not None and hidden.dim() == out.dim():
+    if residual is not None and hidden.dim() > residual.dim():
+        hidden = (hidden.float().sum(0) + residual).to(residual.dtype)
+    elif residual is not None:
         return torch.add(hidden, residual, out=out)  # a single operation
-    return out.copy_(stream_reference(hidden, residual))
+    return hidden if out is None else out.copy_(hidden)
 
 
-def stream_reference(hidden: Tensor, residual: Tensor | None) -> Tensor:
-    """The plain version of `write_stream` without `out`. Parts need a `residual` here.
-
-    Without `residual` it returns `hidden` itself.
-    """
-    if residual is None:
-        return hidden
-    if hidden.dim() > residual.dim():
-        return (hidden.float().sum(0) + residual).to(residual.dtype)
-    return hidden + residual
+write_stream = operation(
+    write_stream_reference,
+    "hidden",
+    ".triton.streams",
+    lambda hidden, residual, out=None: residual is not None or out is not None,
+)
 
 
 def norm_pair_reference(

@@ -15,29 +15,26 @@ def packed_experts(
     x: Tensor, experts: PackedExperts, weights: Tensor, ids: Tensor, absent: bool = False
 ) -> Tensor:
     """See `kernels.linear.moe.run_experts`."""
-    if not _has_kernels(x, experts):
-        return run_experts_reference(x, experts, weights, ids)
-    from ..linear.triton.expert_rows import whole
-    from .triton import packed_experts as kernels
-
-    parts = _hopper_parts(x, experts, weights, ids, absent=absent)
-    if parts is None:
-        parts = kernels.expert_parts(x, experts, weights, ids, absent=absent)
-    out: Tensor = whole(parts, x)
-    return out
+    parts = packed_expert_parts(x, experts, weights, ids, absent=absent)
+    return parts if parts.dim() == 2 else parts.sum(0, dtype=torch.float32).to(x.dtype)
 
 
 def packed_expert_parts(
-    x: Tensor, experts: PackedExperts, weights: Tensor, ids: Tensor, spare: int = 0
+    x: Tensor,
+    experts: PackedExperts,
+    weights: Tensor,
+    ids: Tensor,
+    spare: int = 0,
+    absent: bool = False,
 ) -> Tensor:
-    """See `kernels.linear.moe.expert_parts`."""
+    """See `kernels.linear.moe.expert_parts`, and `run_experts` for `absent`."""
     if not _has_kernels(x, experts):
         return run_experts_reference(x, experts, weights, ids)
     from .triton import packed_experts as kernels
 
-    parts = _hopper_parts(x, experts, weights, ids, spare)
+    parts = _hopper_parts(x, experts, weights, ids, spare, absent)
     if parts is None:
-        parts = kernels.expert_parts(x, experts, weights, ids, spare)
+        parts = kernels.expert_parts(x, experts, weights, ids, spare, absent)
     return parts
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..device import use_triton
+from ..operation import operation
 
 _SHORT_SORT = 1024  # on the CPU, top-p first tries this many of the largest logits
 
@@ -108,7 +108,7 @@ def apply_min_p(logits: Tensor, min_p: Tensor) -> None:
     logits.masked_fill_(logits < bound[:, None], float("-inf"))
 
 
-def apply_top_k_top_p(
+def apply_top_k_top_p_reference(
     logits: Tensor,
     top_k: Tensor,
     top_p: Tensor,
@@ -121,22 +121,6 @@ def apply_top_k_top_p(
     top_p: [L], 1 = off; max_top_k: an upper bound of top_k, or None if a row does not use it;
     any_top_p: whether a row uses top_p.
     """
-    if use_triton(logits):
-        from .triton.top_k_top_p import apply_top_k_top_p as apply_top_k_top_p_triton
-
-        apply_top_k_top_p_triton(logits, top_k, top_p, any_top_p)
-    else:
-        apply_top_k_top_p_reference(logits, top_k, top_p, max_top_k, any_top_p)
-
-
-def apply_top_k_top_p_reference(
-    logits: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    max_top_k: int | None,
-    any_top_p: bool,
-) -> None:
-    """The plain version of `apply_top_k_top_p`."""
     vocab_size = logits.shape[1]
     width = min(max_top_k or vocab_size, vocab_size)
     if any_top_p and width > _SHORT_SORT and not logits.is_cuda:
@@ -146,6 +130,9 @@ def apply_top_k_top_p_reference(
     else:
         bound, _ = _smallest_kept(logits, top_k, top_p, width, any_top_p)
     logits.masked_fill_(logits < bound[:, None], float("-inf"))
+
+
+apply_top_k_top_p = operation(apply_top_k_top_p_reference, "logits", ".triton.top_k_top_p")
 
 
 def _smallest_kept(

@@ -13,7 +13,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..device import use_triton
 from ..operation import operation
 from .sample import ACCEPT, RECOVERY, TARGET, gumbel_sample_reference, uniform
 from .verify_rows import VerifyRows
@@ -99,23 +98,23 @@ def emit_matching_reference(rows: VerifyRows, drawn: Tensor) -> tuple[Tensor, Te
 emit_matching = operation(emit_matching_reference, "drawn", ".triton.emit_drawn")
 
 
-def emit_by_chance(rows: VerifyRows, drawn: Tensor, rates: Tensor) -> tuple[Tensor, Tensor]:
+def emit_by_chance_reference(
+    rows: VerifyRows, drawn: Tensor, rates: Tensor
+) -> tuple[Tensor, Tensor]:
     """Accept draft j with probability rates[j], whatever token it is; then emit the drawn token.
 
     This simulates a drafter of known acceptance. drawn: [L] int64; rates: [K] float32. Returns the
     same as `emit_matching`.
     """
-    if use_triton(drawn):
-        from .triton.emit_drawn import emit_by_chance as emit_by_chance_triton
-
-        result: tuple[Tensor, Tensor] = emit_by_chance_triton(rows, drawn, rates)
-        return result
     u = uniform(rows.seeds, rows.positions, ACCEPT)
     column = rows.local_pos.clamp(max=rates.shape[0] - 1)
     accepted = (u < rates[column]) & (rows.draft_ids >= 0)
     num_accepted = count_accepted(accepted, rows.cu_num_logits, rows.local_pos)
     tokens = drawn[rows.cu_num_logits[:-1] + num_accepted]
     return emit_tokens(rows, tokens, num_accepted), num_accepted
+
+
+emit_by_chance = operation(emit_by_chance_reference, "drawn", ".triton.emit_drawn")
 
 
 def draft_log_probs(rows: VerifyRows) -> Tensor | None:

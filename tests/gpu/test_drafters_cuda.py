@@ -150,8 +150,8 @@ def test_mla_projections_equal_their_references(rows: int, heads: int) -> None:
     weights = (torch.randn(2, heads, 128, 512, device="cuda") / 16).bfloat16()
     for got, expected in (
         (mla.absorb_query(query, weights[0]),
-         mla.absorb_query_reference(query.float(), weights[0].float())),
+         mla.project_heads_reference(query.float(), weights[0].float())),
         (mla.expand_value(latent, weights[1]),
-         mla.expand_value_reference(latent.float(), weights[1].float())),
+         mla.project_heads_reference(latent.float(), weights[1].float().mT)),
     ):  # fmt: skip
         assert relative_error(got, expected) < 6e-3

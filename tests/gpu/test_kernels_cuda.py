@@ -91,7 +91,7 @@ def test_fused_stream_kernels_equal_the_separate_operations_bit_by_bit(
         for x in (hidden, randn(2, rows, size)):
             out = torch.full((rows, 3 * size), 7.0, dtype=dtype, device="cuda")
             streams.write_stream(x, residual, out[:, size : 2 * size])
-            assert torch.equal(out[:, size : 2 * size], streams.stream_reference(x, residual))
+            assert torch.equal(out[:, size : 2 * size], streams.write_stream_reference(x, residual))
             assert bool((out[:, :size] == 7).all()) and bool((out[:, 2 * size :] == 7).all())
         table, weights = randn(50, size, dtype=dtype), randn(2, size, dtype=dtype).unbind()
         ids = torch.randint(0, 50, (rows,), device="cuda", dtype=torch.int32)

@@ -217,7 +217,7 @@ def sampling() -> None:
         module("emit_drawn").emit_by_chance(rows, longs, t(3, dtype=torch.float32))
     for any_top_p in (False, True):
         top_p = t(8, dtype=torch.float32)
-        module("top_k_top_p").apply_top_k_top_p(logits, longs, top_p, any_top_p)
+        module("top_k_top_p").apply_top_k_top_p(logits, longs, top_p, None, any_top_p)
     emitted, four, floats = t(4, 4, dtype=I64), t(4, dtype=I32), t(8, dtype=torch.float32)
     of = SimpleNamespace(cu_num_logits=t(5, dtype=I32), idx_mapping=four, seq_lens=four)
     for largest in (None, floats):

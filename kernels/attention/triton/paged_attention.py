@@ -178,8 +178,8 @@ def paged_attention(
     kv_cache: Tensor,
     rows: PagedRows,
     rule: AttentionRule,
-    splits: int | None = None,
     out: Tensor | None = None,
+    splits: int | None = None,
 ) -> Tensor:
     """See `kernels.attention.paged_attention`; `splits` overrides the planned number."""
     dim_v = rule.head_dim_v or query.shape[-1]

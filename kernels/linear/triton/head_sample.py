@@ -249,18 +249,7 @@ def _best_of_blocks(logits: Tensor, draws: Any, first: int) -> HeadRows:
     assert logits.stride(1) == 1
     num_warps, registers, tiles = BEST_OF_BLOCK
     num_blocks = triton.cdiv(vocab_size, LOGITS_BLOCK * tiles)
-    if draws is None:
-        head = HeadRows(num_rows, logits.device, None, None, None, None, 0)
-    else:
-        keys = (draws.seeds.contiguous(), draws.positions.contiguous())
-        head = HeadRows(
-            num_rows,
-            logits.device,
-            *keys,
-            draws.greedy.contiguous(),
-            draws.temperature.contiguous(),
-            draws.salt,
-        )
+    head = HeadRows.of(logits, draws)
     *rows, salt = head.arguments(num_blocks)
     if num_rows:
         _best_of_block_kernel[(num_rows, num_blocks)](
@@ -338,6 +327,15 @@ class HeadRows:
     greedy: Tensor | None  # [L] bool
     temperature: Tensor | None  # [L] float32
     salt: int
+
+    @classmethod
+    def of(cls, x: Tensor, draws: Any) -> HeadRows:
+        """The rows of x [L, ...], with their `kernels.linear.head_sample.Draws` or None."""
+        if draws is None:
+            return cls(x.shape[0], x.device, None, None, None, None, 0)
+        keys = draws.seeds.contiguous(), draws.positions.contiguous()
+        rules = draws.greedy.contiguous(), draws.temperature.contiguous()
+        return cls(x.shape[0], x.device, *keys, *rules, draws.salt)
 
     @property
     def has_noise(self) -> bool:

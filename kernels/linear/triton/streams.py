@@ -43,7 +43,7 @@ def _write_stream_kernel(
     tl.store(out + row * out_stride + column, value.to(out.dtype.element_ty), mask=inside)
 
 
-def write_stream(hidden: Tensor, residual: Tensor | None, out: Tensor | None) -> Tensor:
+def write_stream(hidden: Tensor, residual: Tensor | None, out: Tensor | None = None) -> Tensor:
     """See `kernels.linear.streams.write_stream`."""
     if out is None:
         assert residual is not None

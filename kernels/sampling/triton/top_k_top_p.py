@@ -107,8 +107,10 @@ def _top_k_top_p_kernel(
             tl.store(row + token, out, mask=inside & (_ordered(x) < bound))
 
 
-def apply_top_k_top_p(logits: Tensor, top_k: Tensor, top_p: Tensor, any_top_p: bool) -> None:
-    """See `kernels.sampling.process_logits.apply_top_k_top_p`."""
+def apply_top_k_top_p(
+    logits: Tensor, top_k: Tensor, top_p: Tensor, max_top_k: int | None, any_top_p: bool
+) -> None:
+    """See `kernels.sampling.process_logits.apply_top_k_top_p`; `max_top_k` saves nothing here."""
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1
     if num_rows:

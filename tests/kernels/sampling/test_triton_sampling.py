@@ -230,13 +230,13 @@ def test_top_k_top_p() -> None:
     top_p = torch.tensor([1.0, 1.0, 0.5, 0.7, 0.9, 0.5, 0.3, 0.8, 0.95, 1e-9])
     expected, got = logits.clone(), logits.clone()
     apply_top_k_top_p_reference(expected, top_k, top_p, None, True)
-    top_k_top_p.apply_top_k_top_p(got, top_k, top_p, True)
+    top_k_top_p.apply_top_k_top_p(got, top_k, top_p, None, True)
     assert torch.equal(got, expected)
     assert (got[5] == -torch.inf).all()
     assert (expected > -torch.inf).sum(1).unique().numel() > 4
     expected, got = logits[:2].clone(), logits[:2].clone()
     apply_top_k_top_p_reference(expected, top_k[:2], top_p[:2], None, False)
-    top_k_top_p.apply_top_k_top_p(got, top_k[:2], top_p[:2], False)
+    top_k_top_p.apply_top_k_top_p(got, top_k[:2], top_p[:2], None, False)
     assert torch.equal(got, expected)
 
 

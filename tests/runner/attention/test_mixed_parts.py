@@ -63,7 +63,7 @@ def test_two_launches_give_what_one_gives(
     tokens = common.num_actual_tokens
     query = torch.randn(tokens, HEADS, DIM)
     cache = torch.randn(2, int(common.block_table.max()) + 1, PAGE, KV_HEADS, DIM)
-    got = paged_attention(query, cache, rows, layer, splits)
+    got = paged_attention(query, cache, rows, layer, splits=splits)
     expected = paged_attention_reference(query, cache, rows, layer)
     torch.testing.assert_close(got, expected, rtol=3e-6, atol=3e-6)
     assert not got[tokens - 2 :].any()
