@@ -9,6 +9,7 @@ the last bits; noise and ties never depend on the kernel or the batch.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from ..device import use_triton
 from ..operation import operation
 from ..sampling.sample import TARGET, gumbel_noise, gumbel_sample_reference, row_keys
 from .linear import linear
-from .linear_choice import Choice, Gemv, Wide
+from .linear_choice import SAMPLE, Choice, Gemv, Wide
 
 
 @dataclass(frozen=True)
@@ -61,18 +62,13 @@ def sample_head(
         return sample_head_reference(x, weight, draws)
     if choice is None or isinstance(choice, Wide):
         return pick_rows(linear(x, weight, None, choice), draws)
+    from .triton import gemv, skinny
     from .triton.head_sample import HeadRows
 
     head = HeadRows.of(x, draws)
-    result: tuple[Tensor, Tensor]
-    if isinstance(choice, Gemv):
-        from .triton.gemv import sample_head as gemv
-
-        result = gemv(x, weight, choice, head)
-        return result
-    from .triton.skinny import sample_head as skinny
-
-    result = skinny(x, weight, choice, head)
+    multiply: Any = gemv.multiply if isinstance(choice, Gemv) else skinny.multiply
+    multiply(x, weight, choice, SAMPLE, head=head)
+    result: tuple[Tensor, Tensor] = head.finish()
     return result
 
 

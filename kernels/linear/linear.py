@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..device import use_triton
 from .activation import GATED
-from .linear_choice import Choice, Fixed, Gemv, Skinny, Wide
+from .linear_choice import GATE_UP, PARTS, PLAIN, Choice, Fixed, Gemv, Skinny, Wide
 from .norm_rope import rms_norm
 from .wide.products import multiply
 
@@ -31,24 +31,12 @@ def linear(
 
     x: [M, K]; weight: [N, K]; bias: [N]; residual: [M, N]. Returns [M, N] in the dtype of `x`.
     """
-    out: Tensor
-    if choice is None or not use_triton(x):
+    if choice is None or not use_triton(x) or (isinstance(choice, Wide) and bias is not None):
         return linear_reference(x, weight, bias, norm, residual)
     if isinstance(choice, Wide):
-        if bias is not None:
-            return linear_reference(x, weight, bias, norm, residual)
         out = multiply(_normed(x, norm), weight, choice)
         return out if residual is None else out + residual
-    x, norm = _outside(x, norm, choice)
-    if isinstance(choice, Gemv):
-        from .triton.gemv import linear as gemv
-
-        out = gemv(x, weight, bias, choice, norm, residual)
-        return out
-    from .triton.skinny import linear as skinny
-
-    out = skinny(x, weight, bias, choice, norm=norm)
-    return out if residual is None else out + residual
+    return _of_few_rows(x, weight, choice, PLAIN, bias, norm=norm, residual=residual)
 
 
 def linear_reference(
@@ -76,13 +64,9 @@ def linear_parts(
     """
     if choice is None or isinstance(choice, Gemv | Fixed | Wide) or not use_triton(x):
         return linear(x, weight, bias, choice, norm)
-    x, norm = _outside(x, norm, choice)
-    if norm is not None:
+    if norm is not None and choice.norm:
         return linear(x, weight, bias, choice, norm)
-    from .triton.skinny import linear_parts as skinny
-
-    parts: Tensor = skinny(x, weight, bias, choice)
-    return parts
+    return _of_few_rows(x, weight, choice, PARTS, bias, norm=norm)
 
 
 def gated_linear(
@@ -98,23 +82,11 @@ def gated_linear(
     x: [M, K]; weight: [2 I, K], gate rows first; bias: [2 I]; activation: "silu" or "gelu_tanh".
     Returns [M, I].
     """
-    if choice is None or not use_triton(x):
+    if choice is None or not use_triton(x) or (isinstance(choice, Wide) and bias is not None):
         return gated_linear_reference(x, weight, bias, activation, norm)
     if isinstance(choice, Wide):
-        if bias is not None:
-            return gated_linear_reference(x, weight, bias, activation, norm)
         return multiply(_normed(x, norm), weight, choice, activation)
-    x, norm = _outside(x, norm, choice)
-    out: Tensor
-    if isinstance(choice, Gemv):
-        from .triton.gemv import gated_linear as gemv
-
-        out = gemv(x, weight, bias, activation, choice, norm)
-        return out
-    from .triton.skinny import gated_linear as skinny
-
-    out = skinny(x, weight, bias, activation, choice, norm=norm)
-    return out
+    return _of_few_rows(x, weight, choice, GATE_UP, bias, activation, norm)
 
 
 def gated_linear_reference(
@@ -128,9 +100,27 @@ def gated_linear_reference(
     return GATED[activation](F.linear(_normed(x, norm), weight, bias))
 
 
-def _outside(x: Tensor, norm: Norm | None, choice: Gemv | Skinny) -> tuple[Tensor, Norm | None]:
-    """Apply the norm now if the chosen kernel does not: (input, norm left to the kernel)."""
-    return (x, norm) if choice.norm else (_normed(x, norm), None)
+def _of_few_rows(
+    x: Tensor,
+    weight: Tensor,
+    choice: Gemv | Skinny,
+    mode: int,
+    bias: Tensor | None,
+    activation: str = "silu",
+    norm: Norm | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """The product by a kernel of few rows, after the norm if that kernel does not apply it."""
+    from .triton import gemv, skinny
+
+    if not choice.norm:
+        x, norm = _normed(x, norm), None
+    out: Tensor
+    if isinstance(choice, Gemv):
+        out = gemv.multiply(x, weight, choice, mode, bias, activation, norm, residual)
+        return out
+    out = skinny.multiply(x, weight, choice, mode, bias, activation, norm)
+    return out if residual is None else out + residual
 
 
 def _normed(x: Tensor, norm: Norm | None) -> Tensor:

@@ -10,6 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
+# What a kernel of few rows makes of a product: the value of MODE.
+PLAIN = 0
+PARTS = 1  # float32 parts [S, M, N]; a `Gemv` has none, and 1 means there that it adds a residual
+GATE_UP = 2  # act(gate) * up of its two halves
+SAMPLE = 3  # the best token of each row, see `head_sample`
 ROLES = ("qkv", "o", "gate_up", "down", "head", "other")
 BUCKETS = (1, 16, 32, 64, 128, 256)  # upper bounds of the numbers of rows that share a choice
 

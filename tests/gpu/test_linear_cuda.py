@@ -13,6 +13,7 @@ from slipstream.kernels.attention import rotary_store_kv
 from slipstream.kernels.linear import head_sample, linear, norm_rope
 from slipstream.kernels.linear.linear_choice import (
     H100_WINNERS,
+    PARTS,
     Choice,
     Gemv,
     Shape,
@@ -96,7 +97,8 @@ def test_tiles_load_with_and_without_tensor_descriptors(tma: bool) -> None:
     if tma and not launch.has_tma(x):
         pytest.skip("this GPU has no TMA")
     choice = Skinny(64, 64, 3, 4, 3, 16)
-    close(skinny.linear_parts(x, weight, None, choice, tma).sum(0), x.double() @ weight.double().T)
+    parts = skinny.multiply(x, weight, choice, PARTS, tma=tma)
+    close(parts.sum(0), x.double() @ weight.double().T)
 
 
 @pytest.mark.parametrize("choice", [Skinny(64, 128, 4, 4, 4, 16), Skinny(64, 128, 3, 4, 1, 64)])

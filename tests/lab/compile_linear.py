@@ -24,7 +24,11 @@ from triton.runtime.jit import JITFunction
 from slipstream.kernels import launch
 from slipstream.kernels.attention.paged_rows import AttentionRule, Fp8Cache, PagedRows
 from slipstream.kernels.linear.linear_choice import (
+    GATE_UP,
     H100_WINNERS,
+    PARTS,
+    PLAIN,
+    SAMPLE,
     Choice,
     Gemv,
     Shape,
@@ -75,23 +79,26 @@ def one(shape: Shape, choice: Choice, num_rows: int, options: dict[str, Any]) ->
     if isinstance(choice, Gemv):
         norm = (t(shape.inputs), 1e-5) if shape.role in ("qkv", "gate_up") else None
         if shape.role == "head":
-            gemv.linear(x, weight, None, choice)
-            gemv.sample_head(x, weight, choice, head_rows(1, options.get("noise", False)))
+            gemv.multiply(x, weight, choice)
+            head = head_rows(1, options.get("noise", False))
+            gemv.multiply(x, weight, choice, SAMPLE, head=head)
+            head.finish()
         elif shape.role == "gate_up":
-            gemv.gated_linear(x, weight, bias, "silu", choice, norm)
+            gemv.multiply(x, weight, choice, GATE_UP, bias, norm=norm)
         else:
             residual = t(1, shape.outputs) if shape.role in ("o", "down") else None
-            gemv.linear(x, weight, bias, choice, norm, residual)
+            gemv.multiply(x, weight, choice, PLAIN, bias, norm=norm, residual=residual)
     elif isinstance(choice, Skinny):
         tma = options.get("tma", True)
         if shape.role == "head":
-            skinny.linear(x, weight, None, choice, tma)
+            skinny.multiply(x, weight, choice, tma=tma)
             head = head_rows(num_rows, options.get("noise", False))
-            skinny.sample_head(x, weight, choice, head, tma)
+            skinny.multiply(x, weight, choice, SAMPLE, head=head, tma=tma)
+            head.finish()
         elif shape.role == "gate_up":
-            skinny.gated_linear(x, weight, bias, "silu", choice, tma)
+            skinny.multiply(x, weight, choice, GATE_UP, bias, tma=tma)
         else:
-            skinny.linear_parts(x, weight, bias, choice, tma)
+            skinny.multiply(x, weight, choice, PARTS, bias, tma=tma)
 
 
 def head_rows(rows: int, noise: bool) -> Any:

@@ -14,10 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ...launch import pdl_options, wait_for_inputs
-from ..linear_choice import Gemv
+from ..linear_choice import GATE_UP, PARTS, PLAIN, Gemv
 from .head_sample import HeadRows, keep_best
 
-_PLAIN, _ADD, _GATED, _SAMPLE = 0, 1, 2, 3  # values of MODE: what is done with the product
+_ADD = 1  # the value of MODE for a product to which a residual is added
 
 
 @triton.jit
@@ -175,19 +175,24 @@ def _gemv_kernel(
         tl.store(out + n, y.to(out.dtype.element_ty), mask=inside)
 
 
-def _launch(
+def multiply(
     x: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
     choice: Gemv,
-    norm: tuple[Tensor, float] | None,
-    residual: Tensor | None,
-    mode: int,
+    mode: int = PLAIN,
+    bias: Tensor | None = None,
     activation: str = "silu",
+    norm: tuple[Tensor, float] | None = None,
+    residual: Tensor | None = None,
     head: HeadRows | None = None,
 ) -> Tensor:
+    """See `kernels.linear.linear`, whose operations are the modes; x must be one row, [1, K].
+
+    With a `head`, whose draws it has and which finishes it, the result is only there.
+    """
+    assert mode != PARTS and (residual is None or mode == PLAIN)
     assert x.shape[0] == 1 and x.stride(1) == 1 and weight.is_contiguous()
-    num_outputs, num_inputs = weight.shape[0] // (2 if mode == _GATED else 1), weight.shape[1]
+    num_outputs, num_inputs = weight.shape[0] // (2 if mode == GATE_UP else 1), weight.shape[1]
     out = x
     if head is None:
         out = torch.empty(1, num_outputs, dtype=x.dtype, device=x.device)
@@ -212,44 +217,10 @@ def _launch(
         HINT=choice.hint,
         NORM=norm is not None,
         BIAS=bias is not None,
-        MODE=mode,
+        MODE=mode if residual is None else _ADD,
         ACTIVATION=int(activation == "gelu_tanh"),
         NOISE=head is not None and head.has_noise,
         num_warps=choice.num_warps,
         **pdl_options(x),
     )
     return out
-
-
-def linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    choice: Gemv,
-    norm: tuple[Tensor, float] | None = None,
-    residual: Tensor | None = None,
-) -> Tensor:
-    """See `kernels.linear.linear.linear`; x must be one row, [1, K]."""
-    mode = _PLAIN if residual is None else _ADD
-    return _launch(x, weight, bias, choice, norm, residual, mode)
-
-
-def gated_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    choice: Gemv,
-    norm: tuple[Tensor, float] | None = None,
-) -> Tensor:
-    """See `kernels.linear.linear.gated_linear`; x must be one row, [1, K]."""
-    return _launch(x, weight, bias, choice, norm, None, _GATED, activation)
-
-
-def sample_head(x: Tensor, weight: Tensor, choice: Gemv, head: HeadRows) -> tuple[Tensor, Tensor]:
-    """Pick the token of the single row x [1, H]: returns (tokens [1] int64, largest logits [1]).
-
-    The rest is as in `kernels.linear.head_sample.sample_head`; `head` has its draws.
-    """
-    _launch(x, weight, None, choice, None, None, _SAMPLE, head=head)
-    return head.finish()

@@ -17,11 +17,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...launch import fetch_early, fits_tma, has_tma, pdl_options, wait_for_inputs
-from ..linear_choice import Fixed, Skinny
+from ..linear_choice import GATE_UP, PARTS, PLAIN, Fixed, Skinny
 from .gemv import gated
 from .head_sample import HeadRows, keep_best
-
-_PLAIN, _PARTS, _GATED, _SAMPLE = 0, 1, 2, 3
 
 
 @triton.jit
@@ -162,26 +160,31 @@ def _skinny_kernel(
 _TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-def _launch(
+def multiply(
     x: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
     choice: Skinny,
-    mode: int,
+    mode: int = PLAIN,
+    bias: Tensor | None = None,
     activation: str = "silu",
+    norm: tuple[Tensor, float] | None = None,
     head: HeadRows | None = None,
     tma: bool | None = None,
-    norm: tuple[Tensor, float] | None = None,
 ) -> Tensor:
-    assert norm is None or choice.split_k == 1 or mode != _PARTS
+    """See `kernels.linear.linear`, whose operations are the modes.
+
+    With a `head`, whose draws it has and which finishes it, the result is only there. `tma`
+    overrides whether descriptors load the tiles.
+    """
+    assert norm is None or choice.split_k == 1 or mode != PARTS
     assert x.is_contiguous() and weight.is_contiguous() and x.dtype == weight.dtype
     num_rows, num_inputs = x.shape
-    num_outputs = weight.shape[0] // (2 if mode == _GATED else 1)
-    split_k = choice.split_k if mode == _PARTS else 1
+    num_outputs = weight.shape[0] // (2 if mode == GATE_UP else 1)
+    split_k = choice.split_k if mode == PARTS else 1
     span = triton.cdiv(triton.cdiv(num_inputs, split_k), choice.block_k) * choice.block_k
     if head is not None:
         out = x
-    elif mode == _PARTS:
+    elif mode == PARTS:
         shape = (split_k, num_rows, num_outputs)
         out = torch.empty(shape, dtype=torch.float32, device=x.device)
     else:
@@ -231,47 +234,3 @@ def _launch(
         **options,
     )
     return out
-
-
-def linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    choice: Skinny,
-    tma: bool | None = None,
-    norm: tuple[Tensor, float] | None = None,
-) -> Tensor:
-    """See `kernels.linear.linear.linear`; `tma` overrides whether descriptors load the tiles."""
-    return _launch(x, weight, bias, choice, _PLAIN, tma=tma, norm=norm)
-
-
-def linear_parts(
-    x: Tensor, weight: Tensor, bias: Tensor | None, choice: Skinny, tma: bool | None = None
-) -> Tensor:
-    """See `kernels.linear.linear.linear_parts`."""
-    return _launch(x, weight, bias, choice, _PARTS, tma=tma)
-
-
-def gated_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    choice: Skinny,
-    tma: bool | None = None,
-    norm: tuple[Tensor, float] | None = None,
-) -> Tensor:
-    """See `kernels.linear.linear.gated_linear`."""
-    return _launch(x, weight, bias, choice, _GATED, activation, tma=tma, norm=norm)
-
-
-def sample_head(
-    x: Tensor, weight: Tensor, choice: Skinny, head: HeadRows, tma: bool | None = None
-) -> tuple[Tensor, Tensor]:
-    """Pick a token for each row of x [L, H]: returns (tokens [L] int64, largest logits [L]).
-
-    The rest is as in `kernels.linear.head_sample.sample_head`; `head` has its draws, and `tma`
-    overrides whether descriptors load the tiles.
-    """
-    _launch(x, weight, None, choice, _SAMPLE, head=head, tma=tma)
-    return head.finish()

@@ -8,7 +8,7 @@ import torch
 
 from slipstream.kernels.linear.experts import ExpertWeights
 from slipstream.kernels.linear.fixed import tiles_for
-from slipstream.kernels.linear.linear_choice import Shape
+from slipstream.kernels.linear.linear_choice import GATE_UP, Shape
 from slipstream.kernels.linear.moe import run_experts_reference
 from slipstream.kernels.sampling.log_probs import likeliest, log_probs_reference
 
@@ -35,8 +35,8 @@ def test_rows_of_products(role: str) -> None:
     def compute(rows: torch.Tensor) -> torch.Tensor:
         choice = tiles_for(Shape(role, 80, 72), len(rows))
         if role == "gate_up":
-            return skinny.gated_linear(rows, weight, None, "silu", choice)
-        return skinny.linear(rows, weight, None, choice)
+            return skinny.multiply(rows, weight, choice, GATE_UP)
+        return skinny.multiply(rows, weight, choice)
 
     whole = compute(x)
     if role == "other":

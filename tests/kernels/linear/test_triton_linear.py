@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slipstream.kernels.attention import rotary_store_kv
 from slipstream.kernels.linear import head_sample, linear, norm_rope
-from slipstream.kernels.linear.linear_choice import Choice, Gemv, Skinny
+from slipstream.kernels.linear.linear_choice import GATE_UP, PARTS, Choice, Gemv, Skinny
 from slipstream.kernels.linear.rotation import Rotation
 from slipstream.kernels.sampling import sample
 
@@ -101,14 +101,14 @@ def test_few_rows(rows: int, outputs: int, size: int, choice: Skinny, tma: bool)
 
     x, weight, bias = inputs(rows, outputs, size, torch.float16)
     exact = x.double() @ weight.double().T
-    close(skinny.linear(x, weight, None, choice, tma), exact)
-    close(skinny.linear(x, weight, bias, choice, tma), exact + bias)
+    close(skinny.multiply(x, weight, choice, tma=tma), exact)
+    close(skinny.multiply(x, weight, choice, bias=bias, tma=tma), exact + bias)
     gate, up = (exact + bias).chunk(2, -1)
-    got = skinny.gated_linear(x, weight, bias, "silu", choice, tma)
+    got = skinny.multiply(x, weight, choice, GATE_UP, bias, tma=tma)
     close(got, torch.nn.functional.silu(gate) * up)
     for split_k in (2, 5):  # parts may be unequal, and the last ones empty
         of = Skinny(*(choice.block_n, choice.block_k, 3, 4, split_k, choice.block_m))
-        parts = skinny.linear_parts(x, weight, bias, of, tma)
+        parts = skinny.multiply(x, weight, of, PARTS, bias, tma=tma)
         assert parts.shape == (split_k, rows, outputs) and parts.dtype == torch.float32
         close(parts.sum(0), exact + bias)
 
