@@ -6,7 +6,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..device import use_triton
 from ..linear.norm_rope import rms_norm_reference, rotary_embedding_reference
 from ..linear.rotation import Rotation
 from ..operation import operation
@@ -14,7 +13,7 @@ from .paged_rows import Fp8Cache
 from .store_kv import store_kv_reference
 
 
-def rotary_store_kv(
+def rotary_store_kv_reference(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -29,33 +28,14 @@ def rotary_store_kv(
     tensor, which are summed first; slot_mapping: [T] int64, -1 = write nothing;
     kv_cache: [2, num_blocks, block_size, Hkv, D], of e4m3 with `fp8`. Returns [T, Hq, D].
     """
-    if use_triton(query):
-        from ..linear.triton.norm_rope import rotary_store_kv as rotary_store_kv_triton
-
-        scales = None if fp8 is None else (fp8.k_scale, fp8.v_scale)
-        dtype = kv_cache.dtype if fp8 is None else fp8.dtype
-        out: Tensor = rotary_store_kv_triton(
-            query, key, value, rotation, kv_cache, slot_mapping, dtype, scales
-        )
-        return out
-    return rotary_store_kv_reference(query, key, value, rotation, kv_cache, slot_mapping, fp8)
-
-
-def rotary_store_kv_reference(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rotation: Rotation,
-    kv_cache: Tensor,
-    slot_mapping: Tensor,
-    fp8: Fp8Cache | None = None,
-) -> Tensor:
-    """The plain version of `rotary_store_kv`."""
     dtype = kv_cache.dtype if fp8 is None else fp8.dtype
     dtype = dtype if query.dim() == 4 else query.dtype
     query, key, value = rotary_qkv_reference(query, key, value, rotation, dtype)
     store_kv_reference(key, value, kv_cache, slot_mapping, fp8=fp8)
     return query
+
+
+rotary_store_kv = operation(rotary_store_kv_reference, "query", "..linear.triton.norm_rope")
 
 
 def rotary_qkv_reference(

@@ -392,6 +392,7 @@ class ThreadedKernel:
         of_torch = {"fp16": torch.float16, "bf16": torch.bfloat16}
         options = {k: of_torch.get(str(v), v) for k, v in options.items()}
         args = [Pointer(a) if isinstance(a, Tensor) else a for a in args]
+        options = {k: Pointer(v) if isinstance(v, Tensor) else v for k, v in options.items()}
         _as_python(self._original, machine, functions)(*args, **options)
 
     def replace(self, monkeypatch: Any) -> None:

@@ -109,7 +109,7 @@ def layers() -> None:
     module("store_kv").store_kv(key, key, cache, positions)
     module("store_kv").store_kv(t(4, 1, 576), None, t(9, 64, 1, 576), positions)
     codes = t(2, 9, 16, 8, 128, dtype=torch.float8_e4m3fn)
-    norm.rotary_store_kv(query, key, key, rotation, codes, positions, BF16, (0.5, 0.25))
+    norm.rotary_store_kv(query, key, key, rotation, codes, positions, FP8)
     module("store_kv").store_kv(key, key, codes, positions, FP8)
     packed = t(9, 64, 1, 656, dtype=torch.float8_e4m3fn)
     module("store_kv").store_kv(t(4, 1, 576), None, packed, positions, FP8_LATENT)

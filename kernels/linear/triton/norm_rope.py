@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -334,17 +336,17 @@ def rotary_store_kv(
     rotation: Rotation,
     kv_cache: Tensor,
     slot_mapping: Tensor,
-    dtype: torch.dtype | None = None,
-    scales: tuple[float, float] | None = None,
+    fp8: Any = None,
     halves: tuple[int, int] | None = None,
 ) -> Tensor:
     """See `kernels.attention.rotary_store_kv.rotary_store_kv`.
 
-    `dtype` is that of the result if query is given as parts, by default the cache's; `scales` are
-    those of an e4m3 cache; `halves` overrides `HALVES`.
+    `halves` overrides `HALVES`.
     """
     assert kv_cache.is_contiguous()
-    rotated = _like(query, (dtype or kv_cache.dtype) if query.dim() == 4 else query.dtype)
+    dtype = kv_cache.dtype if fp8 is None else fp8.dtype
+    scales = None if fp8 is None else (fp8.k_scale, fp8.v_scale)
+    rotated = _like(query, dtype if query.dim() == 4 else query.dtype)
     outputs = (rotated, kv_cache[0], kv_cache[1])
     halves = halves or HALVES
     if halves is not None and turns_halves(query, rotation):

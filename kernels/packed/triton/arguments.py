@@ -13,7 +13,9 @@ from ...quant.tiled import TiledWeight, zeros_or_offsets
 from ...quant.triton.packed_codes import KINDS
 from ...quant.triton.plane_codes import PLANE_KINDS
 from ...quant.triton.plane_scales import STORED
-from ..kinds import GATE_UP, PARTS
+from ..coding import Coding
+from ..kinds import GATE_UP, PARTS, Codes, codes_output, has_groups
+from .coded_rows import empty_rows
 
 
 def scale_arguments(weight: TiledWeight, filler: Tensor) -> dict[str, Any]:
@@ -117,3 +119,59 @@ def empty_output(x: Tensor, num_outputs: int, mode: int, split_k: int = 1) -> Te
     if mode == PARTS:
         return x.new_empty(split_k, x.shape[0], num_outputs, dtype=torch.float32)
     return x.new_empty(x.shape[0], num_outputs)
+
+
+def coded_arguments(
+    x: Tensor,
+    weight: TiledWeight,
+    choice: Codes,
+    dtype: torch.dtype,
+    mode: int,
+    bias: Tensor | None,
+    activation: str,
+    residual: Tensor | None,
+    coding: Coding | None,
+) -> tuple[Tensor, dict[str, Any]]:
+    """The empty output of a product of coded rows, and the arguments of its kernel except for
+    tiles; see `coded_product.multiply`."""
+    rows, columns = weight.shape
+    source = Coding(columns, choice.by_group > 0)
+    assert x.is_contiguous() and x.shape[1] == source.row_bytes
+    grouped = has_groups(weight)
+    assert choice.by_group or not grouped
+    num_rows, num_outputs = x.shape[0], rows // (2 if mode == GATE_UP else 1)
+    split_k = choice.split_k if mode == PARTS else 1
+    out_scales, out_bytes = x, 0
+    if coding is not None and codes_output(choice, mode, coding):
+        assert coding.columns == num_outputs
+        result, out, out_scales = empty_rows(x, num_rows, coding)
+        out_bytes = coding.row_bytes
+    elif mode == PARTS:
+        of_parts = dtype if choice.narrow else torch.float32
+        result = out = x.new_empty(split_k, num_rows, num_outputs, dtype=of_parts)
+    else:
+        result = out = x.new_empty(num_rows, num_outputs, dtype=dtype)
+    return result, {
+        "x_scales": x.view(torch.float32)[:, source.num_codes // 4 :],
+        "scales": weight.scales,
+        "bias": x if bias is None else bias,
+        "residual": x if residual is None else residual,
+        "out": out,
+        "out_scales": out_scales,
+        "num_rows": num_rows,
+        "num_outputs": num_outputs,
+        "stride": weight.scales.stride(0),
+        "split_k": split_k,
+        "out_bytes": out_bytes,
+        "BLOCK_N": choice.block_n,
+        "ROW_FLOATS": source.row_bytes // 4,
+        "BY_GROUP": choice.by_group > 0,
+        "ROW_GROUP": weight.row_group if grouped else 0,
+        "PROMOTE": choice.promote > 0,
+        "BIAS": bias is not None,
+        "RESIDUAL": residual is not None,
+        "MODE": mode,
+        "ACTIVATION": int(activation == "gelu_tanh"),
+        "CODED": out_bytes > 0,
+        "DTYPE": _TRITON_DTYPES[dtype],
+    }

@@ -28,11 +28,12 @@ from ...launch import (
     wait_for_inputs,
 )
 from ...linear.triton.gemv import gated
-from ...linear.triton.skinny import _TRITON_DTYPES, _tile
+from ...linear.triton.skinny import _tile
 from ...quant.tiled import TiledWeight
 from ..coding import SPAN, Coding
-from ..kinds import GATE_UP, PARTS, PLAIN, Codes, codes_output, has_groups
-from .coded_rows import codes_of, empty_rows
+from ..kinds import PLAIN, Codes
+from .arguments import coded_arguments
+from .coded_rows import codes_of
 
 
 @triton.jit
@@ -270,28 +271,14 @@ def multiply(
     and `codes_output` is True it is coded rows instead. `tma` overrides whether descriptors load
     the tiles.
     """
-    rows, columns = weight.shape
-    source = Coding(columns, choice.by_group > 0)
-    assert x.is_contiguous() and x.shape[1] == source.row_bytes
-    grouped = has_groups(weight)
-    assert choice.by_group or not grouped
+    source = Coding(weight.columns, choice.by_group > 0)
     assert choice.block_k == SPAN or not choice.by_group
-    num_rows, num_outputs = x.shape[0], rows // (2 if mode == GATE_UP else 1)
+    result, arguments = coded_arguments(
+        x, weight, choice, dtype, mode, bias, activation, residual, coding
+    )
+    num_outputs, split_k = arguments["num_outputs"], arguments["split_k"]
     codes = weight.words.view(torch.float8_e4m3fn)  # [N, W]
-    split_k = choice.split_k if mode == PARTS else 1
     span = triton.cdiv(triton.cdiv(source.num_codes, split_k), choice.block_k) * choice.block_k
-    out = out_scales = None
-    coded = coding is not None and codes_output(choice, mode, coding)
-    if coded:
-        assert coding is not None and coding.columns == num_outputs
-        result, out, out_scales = empty_rows(x, num_rows, coding)
-    elif mode == PARTS:
-        shape, of_parts = (split_k, num_rows, num_outputs), torch.float32
-        if choice.narrow:
-            of_parts = dtype
-        result = torch.empty(shape, dtype=of_parts, device=x.device)
-    else:
-        result = torch.empty(num_rows, num_outputs, dtype=dtype, device=x.device)
     x_codes = x.view(torch.float8_e4m3fn)
     w_source, x_source = codes, x_codes
     if tma is None:
@@ -306,43 +293,22 @@ def multiply(
     while early > span:
         early //= 2
     blocks = triton.cdiv(num_outputs, choice.block_n)
-    _coded_kernel[(triton.cdiv(num_rows, choice.block_m), blocks * split_k)](
+    _coded_kernel[(triton.cdiv(x.shape[0], choice.block_m), blocks * split_k)](
         w_source,
         x_source,
         codes,
-        x.view(torch.float32)[:, source.num_codes // 4 :],
-        weight.scales,
-        x if bias is None else bias,
-        x if residual is None else residual,
-        result if out is None else out,
-        x if out_scales is None else out_scales,
-        num_rows=num_rows,
-        num_outputs=num_outputs,
+        **arguments,
         num_codes=source.num_codes,
-        stride=weight.scales.stride(0),
         span=span,
-        split_k=split_k,
-        out_bytes=coding.row_bytes if coded and coding is not None else 0,
-        BLOCK_N=choice.block_n,
         BLOCK_M=choice.block_m,
         BLOCK_K=choice.block_k,
-        ROW_FLOATS=source.row_bytes // 4,
-        BY_GROUP=choice.by_group > 0,
-        ROW_GROUP=weight.row_group if grouped else 0,
-        ONE_BLOCK=grouped
+        ONE_BLOCK=arguments["ROW_GROUP"] > 0
         and weight.row_group % choice.block_n == 0
-        and not rows % choice.block_n
+        and not weight.shape[0] % choice.block_n
         and not num_outputs % choice.block_n,
-        PROMOTE=choice.promote > 0,
-        BIAS=bias is not None,
-        RESIDUAL=residual is not None,
-        MODE=mode,
-        ACTIVATION=int(activation == "gelu_tanh"),
-        CODED=coded,
         TMA=tma,
         EARLY=early,
         HARDWARE=not x.is_cpu,
-        DTYPE=_TRITON_DTYPES[dtype],
         num_warps=choice.num_warps,
         num_stages=choice.stages,
         **options,

@@ -26,12 +26,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...device import card_of
 from ...launch import fits_tma, hash_functions, pdl_options
-from ...linear.triton.skinny import _TRITON_DTYPES
 from ...quant.tiled import TiledWeight
 from ..coding import SPAN, Coding
-from ..kinds import GATE_UP, PARTS, PLAIN, Codes, codes_output, has_groups
+from ..kinds import PLAIN, Codes
+from .arguments import coded_arguments
 from .coded_roles import ROWS, STEP, consume, produce
-from .coded_rows import empty_rows
 
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
 # Registers of a thread: of a consumer, of the producer, and by the number of consumers the average
@@ -119,31 +118,18 @@ def multiply(
     programs: int | None = None,
 ) -> Tensor:
     """As `coded_product.multiply`. Programs default to one for each multiprocessor."""
-    rows, columns = weight.shape
-    source = Coding(columns, choice.by_group > 0)
-    assert x.is_contiguous() and x.shape[1] == source.row_bytes and choice.block_k == SPAN
-    grouped = has_groups(weight)
-    assert choice.by_group or not grouped
-    num_rows, num_outputs = x.shape[0], rows // (2 if mode == GATE_UP else 1)
+    source = Coding(weight.columns, choice.by_group > 0)
+    assert choice.block_k == SPAN
+    result, arguments = coded_arguments(
+        x, weight, choice, dtype, mode, bias, activation, residual, coding
+    )
     codes = weight.words.view(torch.float8_e4m3fn)  # [N, W]
     x_codes = x.view(torch.float8_e4m3fn)[:, : source.num_codes]
     assert fits_tma(codes, x)
-    split_k = choice.split_k if mode == PARTS else 1
-    out = out_scales = None
-    coded = coding is not None and codes_output(choice, mode, coding)
-    if coded:
-        assert coding is not None and coding.columns == num_outputs
-        result, out, out_scales = empty_rows(x, num_rows, coding)
-    elif mode == PARTS:
-        shape, of_parts = (split_k, num_rows, num_outputs), torch.float32
-        if choice.narrow:
-            of_parts = dtype
-        result = torch.empty(shape, dtype=of_parts, device=x.device)
-    else:
-        result = torch.empty(num_rows, num_outputs, dtype=dtype, device=x.device)
-    block_m = choice.block_m
+    block_m, split_k = choice.block_m, arguments["split_k"]
     consumers = block_m // int(ROWS.value)
-    tiles = triton.cdiv(num_rows, block_m) * triton.cdiv(num_outputs, choice.block_n) * split_k
+    blocks = triton.cdiv(arguments["num_outputs"], choice.block_n)
+    tiles = triton.cdiv(x.shape[0], block_m) * blocks * split_k
     if programs is None:
         card = card_of(x.device)
         programs = 4 if card is None else card.num_processors
@@ -151,33 +137,12 @@ def multiply(
     _hopper_codes_kernel[(min(tiles, programs),)](
         TensorDescriptor.from_tensor(codes, [choice.block_n, step], SWIZZLED.value),
         TensorDescriptor.from_tensor(x_codes, [block_m, step], SWIZZLED.value),
-        x.view(torch.float32)[:, source.num_codes // 4 :],
-        weight.scales,
-        x if bias is None else bias,
-        x if residual is None else residual,
-        result if out is None else out,
-        x if out_scales is None else out_scales,
-        num_rows,
-        num_outputs,
-        source.spans,
-        weight.scales.stride(0),
-        triton.cdiv(source.spans, split_k),
-        split_k,
-        coding.row_bytes if coded and coding is not None else 0,
-        tiles,
-        BLOCK_N=choice.block_n,
+        **arguments,
+        steps=source.spans,
+        part_steps=triton.cdiv(source.spans, split_k),
+        tiles=tiles,
         CONSUMERS=consumers,
         STAGES=choice.stages,
-        ROW_FLOATS=source.row_bytes // 4,
-        BY_GROUP=choice.by_group > 0,
-        ROW_GROUP=weight.row_group if grouped else 0,
-        PROMOTE=choice.promote > 0,
-        BIAS=bias is not None,
-        RESIDUAL=residual is not None,
-        MODE=mode,
-        ACTIVATION=int(activation == "gelu_tanh"),
-        CODED=coded,
-        DTYPE=_TRITON_DTYPES[dtype],
         CONSUMER=_CONSUMER,
         PRODUCER=_PRODUCER,
         num_warps=4,
