@@ -20,7 +20,7 @@ from ..linear.linear_choice import Gemv, Skinny
 from ..linear.norm_rope import rms_norm
 from ..quant.tiled import TiledWeight, Weight
 from .choice import choose_packed as choose_packed
-from .coded import Coding, gate_and_code, is_coded, planes
+from .coded import Coding, code_rows, gate_and_code, is_coded, norm_and_code, planes
 from .coded_linear import coded_linear
 from .kinds import (
     GATE_UP,
@@ -33,6 +33,10 @@ from .kinds import (
     Row,
     fits_small_groups,
 )
+
+# Whether rows that torch multiplies with fp8 are coded as norms and gates code them, which reads
+# them once; not until a GPU has measured it.
+CODES_ONCE = False
 
 
 def packed_linear(
@@ -99,10 +103,14 @@ def _quantised_linear(
 
     dtype = torch.float8_e4m3fn if weight.kind == "fp8" else torch.int8
     codes = weight.words.view(dtype)  # [N, columns padded to whole spans]
-    scales = weight.scales
+    scales, planar = weight.scales, Coding(weight.columns, False, planar=True)
+    if CODES_ONCE and not is_coded(x) and weight.kind == "fp8" and weight.row_group == 1:
+        out_dtype = x.dtype
+        x = code_rows(x, planar) if norm is None else norm_and_code(x, None, *norm, planar)[0]
+        norm = None
     if is_coded(x):
         assert out_dtype is not None and norm is None
-        x_codes, x_scales = planes(x, Coding(weight.columns, False, planar=True))
+        x_codes, x_scales = planes(x, planar)
     elif weight.row_group > 1:
         x_codes, x_scales = quantise_blocks(_normed(x, norm), codes.shape[1])
     else:
