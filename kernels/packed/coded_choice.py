@@ -1,7 +1,9 @@
-"""Which kernel computes a layer of 2 to 256 rows with fp8 weights if the checkpoint asks for 8-bit
-activations: the fastest ones measured, and a rule for other shapes.
+"""Which kernel computes a layer of 2 to 1,024 rows with fp8 weights if the checkpoint asks for
+8-bit activations: the fastest ones measured, and a rule for other shapes.
 
-On Hopper GPUs the kernel of `hopper_codes` multiplies 33 to 256 rows.
+On Hopper GPUs the kernel of `hopper_codes` multiplies 33 to 256 rows, and more in the layers that
+`WIDE` names. Torch multiplies more rows elsewhere, with kernels of their own that code its input
+and gate its output; of formats that it does not know, it multiplies a copy in 16 bits.
 """
 
 from __future__ import annotations
@@ -10,11 +12,15 @@ from collections.abc import Mapping
 from typing import TypeAlias
 
 from ..device import card_of
-from ..linear.linear_choice import Shape, bucket_of
+from ..linear.linear_choice import BUCKETS, Shape
 from ..quant.tiled import TiledWeight
 from .kinds import Codes, fits_codes, fits_roles, format_name, has_groups
 
 USE_ROLES = True  # whether 33 to 256 rows are multiplied by warps with roles
+# The layers of 257 to 1,024 rows that warps with roles multiply, as (format, role): "fp8" or
+# "fp8 blocks", and gate_up, down, qkv or o. None, until a GPU has measured them.
+WIDE: frozenset[tuple[str, str]] = frozenset()
+_WIDE_BUCKETS = (512, 1024)
 
 Key: TypeAlias = tuple[str, Shape, int]  # format, shape, upper bound of rows
 # With `USE_ROLES` on Hopper this table comes first, for 17 rows and more; None = a kernel without
@@ -48,14 +54,19 @@ def asks_for_codes(weight: TiledWeight) -> bool:
 
 def choose_coded(weight: TiledWeight, shape: Shape, num_rows: int) -> Codes | None:
     """The kernel for codes of `num_rows` rows; None = another one."""
-    bucket = bucket_of(num_rows)
+    bucket = next((most for most in (*BUCKETS, *_WIDE_BUCKETS) if num_rows <= most), None)
     if num_rows < 2 or bucket is None or not asks_for_codes(weight):
         return None
     key = format_name(weight), shape, bucket
-    if USE_ROLES and bucket >= 32 and is_hopper(weight):
-        choice = _ROLES.get(key, _with_roles(shape, bucket, has_groups(weight)))
+    wide = bucket in _WIDE_BUCKETS
+    has_roles = USE_ROLES and (not wide or (key[0], shape.role) in WIDE)
+    if has_roles and bucket >= 32 and is_hopper(weight):
+        rule = _wide if wide else _with_roles
+        choice = _ROLES.get(key, rule(shape, bucket, has_groups(weight)))
         if choice is not None and fits_roles(weight, shape.role, choice.block_n):
             return choice
+    if wide:
+        return None
     if key in _MEASURED:
         return _MEASURED[key]
     return _rule(shape, bucket, has_groups(weight))
@@ -82,6 +93,25 @@ def _with_roles(shape: Shape, bucket: int, by_group: bool) -> Codes | None:
     while shape.may_split and blocks * split_k * 2 <= 132 and shape.inputs >= 1024 * split_k:
         split_k *= 2
     return Codes(block_n, 128, stages, 4, split_k, height, int(by_group), 0, 0, roles=1)
+
+
+def _wide(shape: Shape, bucket: int, by_group: bool) -> Codes | None:
+    """The tile for more than 256 rows, by calculation: 128 rows and 256 weight rows, whose codes
+    come from L2 about as fast as they are multiplied. Sums of groups lack the registers for it."""
+    if shape.role == "gate_up":
+        return Codes(
+            *(128, 128, 4, 4, 1, 128, int(by_group), 0, 0), roles=1, joined=int(not by_group),
+            halves=1,
+        )  # fmt: skip
+    if not shape.may_split:
+        return None
+    # Nothing but a norm sums parts cheaply. Narrower tiles of qkv let halves fill the last round.
+    narrow = by_group or shape.role == "qkv"
+    block_n, stages = (128, 6) if narrow else (256, 4)
+    tiles, split_k = -(-shape.outputs // block_n) * (bucket // 128), 1
+    while shape.role != "qkv" and tiles * split_k * 2 <= 132 and shape.inputs >= 2048 * split_k:
+        split_k *= 2
+    return Codes(block_n, 128, stages, 4, split_k, 128, int(by_group), 0, 0, roles=1, halves=1)
 
 
 def _rule(shape: Shape, bucket: int, by_group: bool) -> Codes | None:

@@ -124,12 +124,21 @@ def test_products_are_those_of_the_codes(name: str, size: int, rows: int, roles:
                 parts = packed_linear_parts(coded, weight, None, narrow, dtype=BF16)
                 assert parts.dtype == BF16
                 close(parts.double().sum(0), product, 8e-3)
+            if roles and tile.block_m == 128:
+                halves = replace(choice, halves=1)  # of all tiles, which are few
+                assert torch.equal(
+                    packed_linear(coded, weight, bias, halves, None, residual, BF16), got
+                )
             if roles and not fits_roles(weight, "gate_up", choice.block_n):
                 continue
             gate, up = product.chunk(2, -1)
             act = torch.nn.functional.silu(gate) * up
             got = packed_gated_linear(coded, weight, None, "silu", choice, None, BF16)
             close(got, act, 8e-3 if choice.promote else 1.6e-2)
+            if roles and not (choice.by_group or choice.promote):
+                joined = replace(choice, joined=1)
+                both = packed_gated_linear(coded, weight, None, "silu", joined, None, BF16)
+                close(both, got.double(), 8e-3)
             if choice.block_n == 128:
                 wants = Coding(320, True)
                 out = packed_gated_linear(coded, weight, None, "silu", choice, None, BF16, wants)

@@ -12,12 +12,17 @@ kernels in CUDA graphs over copies of the weights that do not fit the cache:
   itself where it is torch's (`before`);
 - `torch._scaled_mm` alone, of rows that are quantised already, with its plain output (`torch`);
 - torch's product with weights in bf16, alone (`bf16`);
+- with more than 256 rows, torch's product in a step (`around`): a gated layer then has a second
+  kernel that gates and codes, and o a first one that codes. `once` is o with `CODES_ONCE`. For
+  gates by roles, `plain` is a kernel that writes numbers, and another that codes them. At the end
+  of these rows both layers of the feed-forward part are added, in each way of computing them;
 - each candidate of `Codes`, of the kernel without roles (`codes`) and with them (`roles`), as
   `codes_candidates` lists them; the fastest of each is printed, and after it the share that the
   weight's bytes at 4.2 TB/s have of its time. Inputs are coded already, except those of o, and of
-  down with a scale for each row, which have no kernel before them that can code them so. A gated
-  layer with tiles of 128 weight rows codes its output, and the time of a kernel that codes counts
-  for others. The next kernel's time to read parts counts as well.
+  down with a scale for each row, which have no kernel before them that can code them so; with more
+  than 256 rows `plain` includes that of down. A gated layer with tiles of 128 weight rows codes its
+  output, and the time of a kernel that codes counts for others. The next kernel's time to read
+  parts counts as well.
 
 Each result is compared with the product of the same codes in float32, and with that of numbers that
 are not rounded; a candidate that is wrong is named and left out. A second table has the norm with
@@ -42,6 +47,14 @@ from unittest.mock import patch
 import linear_tune
 import torch
 from codes_candidates import FORMS, candidates
+from codes_torch import (
+    around_us,
+    gate_then_code,
+    layer_by_torch,
+    print_pairs,
+    time_calls,
+    torch_us,
+)
 from measure_packed import copy_of, exact_result, layer_call, random_packed, tile_on_meta
 from torch import Tensor
 
@@ -60,7 +73,7 @@ from slipstream.kernels.packed.linear import (
 )
 from slipstream.kernels.quant.tiled import TiledWeight, tile
 
-BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+BF16 = torch.bfloat16
 NAMES = {"fp8": "fp8", "blocks": "fp8b"}  # names of `measure_packed`
 ASKS: Any = {"fp8": "fp8-token", "blocks": "fp8-block"}
 SHAPES = {
@@ -144,6 +157,10 @@ def compile_all(args: argparse.Namespace) -> None:
                         rows, coding_of(weight, choice).row_bytes, dtype=torch.uint8, device=meta
                     )
                     run(shape, choice, coded, weight)
+                    if shape.role == "gate_up" and rows > 256 and not choice.by_group:
+                        gate_then_code(choice, coded, weight)
+            if rows > 256 and name == "fp8":
+                layer_by_torch(shape, code_rows(x, Coding(shape.inputs, False, True)), weight)
             for by_group in (False, True):
                 coding = Coding(shape.inputs, by_group)
                 code_rows(x, coding)
@@ -196,11 +213,14 @@ class Measurement:
         if shape.role == "o":
             after = self.coding_us(rows, shape.inputs)
         line["before us"], line["before error"] = before_us, error
-        line["torch us"] = self.torch_us(name, shape, x, copies)
+        line["torch us"] = torch_us(name, shape, x, copies)
+        if rows > 256 and name == "fp8":
+            line |= around_us(shape, x, copies)
         line["bf16 us"] = self.bf16_us(shape, x)
-        key = name, shape, bucket_of(rows) or rows
+        key = name, shape, bucket_of(rows) or (512 if rows <= 512 else 1024)
         found = self.found.setdefault(key, {}).setdefault(rows, {})
         if before_us is not None:
+            before_us = line.get("around", before_us)
             self.others.setdefault(key, {})[rows] = before_us + parts_us(own, shape, rows)
         for choice in candidates(name, shape, rows, self.forms):
             if time.monotonic() > self.deadline:
@@ -219,7 +239,13 @@ class Measurement:
                 continue
             if shape.role == "gate_up" and choice.block_n != 128:
                 us += self.coding_us(rows, shape.outputs // 2)
-            if shape.role == "down" and not choice.by_group:  # no kernel before it codes so
+            elif shape.role == "gate_up" and rows > 256 and not choice.by_group:
+                plain = partial(gate_then_code, choice, coded)
+                calls = [partial(plain, copy) for copy in copies]
+                line["plain"] = min(line.get("plain", 1e9), time_calls(calls))
+            if (
+                shape.role == "down" and not choice.by_group and rows <= 256
+            ):  # no kernel before it codes so
                 us += self.coding_us(rows, shape.inputs)
             us += after + parts_us(choice, shape, rows)
             found[choice] = us
@@ -230,6 +256,7 @@ class Measurement:
         print(
             f"{name:6} {line['layer']:18} {rows:3}  bytes {least:5.1f}  bf16 {line['bf16 us']:5.1f}"
             f"  before {before_us or 0:5.1f}  torch {line['torch us'] or 0:5.1f}",
+            *(f" {key} {line[key]:.1f}" for key in ("around", "once", "plain") if key in line),
             *(summary(form, line["found"], least) for form in self.forms),
             flush=True,
         )
@@ -259,31 +286,6 @@ class Measurement:
             return linear_tune.time_in_graph(calls, repeats=3), error
         except Exception as problem:  # a lab script: name it and go on
             return None, f"{type(problem).__name__}: {problem}"
-
-    def torch_us(
-        self, name: str, shape: Shape, x: Tensor, copies: list[TiledWeight]
-    ) -> float | None:
-        """Microseconds of torch's product of codes alone, None if it knows none."""
-        codes = x.to(E4M3)
-        if name == "fp8":
-            scale_a = torch.ones(x.shape[0], 1, device=x.device)
-            scale_b = torch.ones(1, shape.outputs, device=x.device)
-        else:
-            scale_a = torch.ones(shape.inputs // 128, x.shape[0], device=x.device).T
-            scale_b = torch.ones(shape.outputs // 128, shape.inputs // 128, device=x.device).T
-        calls: list[Callable[[], object]] = [
-            partial(
-                torch._scaled_mm, codes, copy.words.view(E4M3).T, scale_a=scale_a, scale_b=scale_b,
-                out_dtype=BF16, use_fast_accum=name == "fp8",
-            )
-            for copy in copies
-        ]  # fmt: skip
-        calls *= -(-linear_tune.MIN_CALLS // len(calls))
-        try:
-            return linear_tune.time_in_graph(calls, repeats=3)
-        except Exception as problem:
-            print(f"  torch {name} {shape}: {problem}", flush=True)
-            return None
 
     def bf16_us(self, shape: Shape, x: Tensor) -> float:
         """Microseconds of torch's product alone with weights of 16 bits."""
@@ -372,7 +374,7 @@ def main() -> None:
     compilers |= {name: compiler(args, name) for name in args.formats[1:]}  # while it measures
     measurement = Measurement(args.out, began + args.seconds, args.forms)
     with torch.inference_mode():
-        for rows in (8, 64, 256):
+        for rows in args.rows if min(args.rows) > 256 else (8, 64, 256):
             measurement.norms(rows)
         for case in cases(args):
             if time.monotonic() > measurement.deadline:
@@ -382,6 +384,11 @@ def main() -> None:
                 os.waitpid(process, 0)
             measurement.layer(*case)
     measurement.save()
+    for rows in args.rows:
+        if rows > 256 and "fp8" in args.formats:
+            print_pairs(
+                rows, [each for each in measurement.figures["layers"] if each["format"] == "fp8"]
+            )
     measurement.entries()
     for process in compilers.values():  # of a format that was not reached
         os.kill(process, signal.SIGTERM)

@@ -28,9 +28,9 @@ from ...device import card_of
 from ...launch import fits_tma, hash_functions, pdl_options
 from ...quant.tiled import TiledWeight
 from ..coding import SPAN, Coding
-from ..kinds import PLAIN, Codes
+from ..kinds import GATE_UP, PLAIN, Codes
 from .arguments import coded_arguments
-from .coded_roles import ROWS, STEP, consume, produce
+from .coded_roles import ROWS, STEP, consume, divided_tiles, produce
 
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
 # Registers of a thread: of a consumer, of the producer, and by the number of consumers the average
@@ -69,6 +69,8 @@ def _hopper_codes_kernel(
     MODE: gl.constexpr,
     ACTIVATION: gl.constexpr,
     CODED: gl.constexpr,  # the output is coded rows with scales of groups; BLOCK_N is 128
+    JOINED: gl.constexpr,  # gate and up are one product
+    HALVES: gl.constexpr,  # tiles of the last round may be divided
     DTYPE: gl.constexpr,
     CONSUMER: gl.constexpr,  # registers of a thread
     PRODUCER: gl.constexpr,
@@ -78,6 +80,9 @@ def _hopper_codes_kernel(
     code: gl.constexpr = gl.float8e4nv
     w_boxes = gl.allocate_shared_memory(code, [STAGES * GATES, BLOCK_N, STEP], SWIZZLED)
     x_boxes = gl.allocate_shared_memory(code, [STAGES, ROWS * CONSUMERS, STEP], SWIZZLED)
+    w_tiles = w_boxes
+    if JOINED:
+        w_tiles = w_boxes._reinterpret(code, [STAGES, GATES * BLOCK_N, STEP], SWIZZLED)
     x_tiles = x_boxes._reinterpret(code, [STAGES * CONSUMERS, ROWS, STEP], SWIZZLED)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -86,17 +91,20 @@ def _hopper_codes_kernel(
         mbarrier.init(empty.index(i), count=CONSUMERS)
     fence_async_shared()
     programs = gl.num_programs(0)
-    mine = (tiles - gl.program_id(0) + programs - 1) // programs  # tiles of this program
+    last = divided_tiles(tiles, HALVES)
+    whole = tiles - last
+    # tiles of this program, and halves
+    mine = (tiles + last - gl.program_id(0) + programs - 1) // programs
     gl.warp_specialize(
         [
             (consume, (
-                role, x_scales, scales, bias, residual, out, out_scales, w_boxes, x_tiles, full,
+                role, x_scales, scales, bias, residual, out, out_scales, w_tiles, x_tiles, full,
                 empty, num_rows, num_outputs, steps, stride, part_steps, split_k, out_bytes, mine,
-                BLOCK_N, CONSUMERS, STAGES, ROW_FLOATS, BY_GROUP, ROW_GROUP, PROMOTE, BIAS,
-                RESIDUAL, MODE, ACTIVATION, CODED, DTYPE, PDL,
+                whole, BLOCK_N, CONSUMERS, STAGES, ROW_FLOATS, BY_GROUP, ROW_GROUP, PROMOTE, BIAS,
+                RESIDUAL, MODE, ACTIVATION, CODED, JOINED, HALVES, DTYPE, PDL,
             )) if role < CONSUMERS else (produce, (
                 w_source, x_source, w_boxes, x_boxes, full, empty, num_rows, num_outputs, steps,
-                part_steps, split_k, mine, BLOCK_N, CONSUMERS, STAGES, GATES, PDL,
+                part_steps, split_k, mine, whole, BLOCK_N, CONSUMERS, STAGES, GATES, HALVES, PDL,
             ))
             for role in ((0, 1, 2) if CONSUMERS == 2 else (0, 1))
         ],
@@ -133,8 +141,12 @@ def multiply(
     if programs is None:
         card = card_of(x.device)
         programs = 4 if card is None else card.num_processors
+    halves = choice.halves > 0 and consumers == 2
+    joined = choice.joined > 0 and mode == GATE_UP and not (choice.by_group or choice.promote)
+    if tiles < programs:
+        programs = 2 * tiles if halves and 2 * tiles <= programs else tiles
     step = int(STEP.value)
-    _hopper_codes_kernel[(min(tiles, programs),)](
+    _hopper_codes_kernel[(programs,)](
         TensorDescriptor.from_tensor(codes, [choice.block_n, step], SWIZZLED.value),
         TensorDescriptor.from_tensor(x_codes, [block_m, step], SWIZZLED.value),
         **arguments,
@@ -143,6 +155,8 @@ def multiply(
         tiles=tiles,
         CONSUMERS=consumers,
         STAGES=choice.stages,
+        JOINED=joined,
+        HALVES=halves,
         CONSUMER=_CONSUMER,
         PRODUCER=_PRODUCER,
         num_warps=4,

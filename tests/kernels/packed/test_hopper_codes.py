@@ -64,10 +64,20 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
         ("fp8 rows", "gated", 3, 1032, 1, {"stages": 2, "block_n": 16}),
         ("fp8 rows", "parts", 5, 520, 2, {"split_k": 2, "by_group": 1, "narrow": 1}),
         ("fp8 rows", "parts", 9, 328, 1, {"split_k": 4, "stages": 2}),  # one part has no step
+        # Programs begin with whole tiles (six, four, none, three, four); of the others each takes
+        # at most a half.
+        ("fp8 rows", "plain", 257, 264, 3, {"block_m": 128, "halves": 1}),
+        ("fp8 rows", "plain", 333, 392, 4, {"block_m": 128, "halves": 1, "stages": 2}),
+        ("fp8 rows", "parts", 130, 520, 16, {"split_k": 2, "block_m": 128, "halves": 1}),
+        ("fp8 rows", "gated", 200, 328, 3,
+         {"block_m": 128, "block_n": 16, "halves": 1, "joined": 1, "stages": 2}),
+        ("fp8 rows", "gated", 300, 264, 4,
+         {"block_m": 128, "block_n": 16, "halves": 1, "by_group": 1}),
+        ("fp8 rows", "gated", 9, 520, 1, {"joined": 1, "stages": 2}),
         ("fp8 blocks", "gated", 66, 264, 2, {"by_group": 1, "block_n": 64}),
         ("fp8 blocks", "parts", 17, 520, 2, {"by_group": 1, "split_k": 2}),
     ],
-)
+)  # fmt: skip
 def test_products_are_those_of_the_codes(
     kernel: Any,
     name: str,
@@ -104,11 +114,16 @@ def test_products_are_those_of_the_codes(
         close(parts.double().sum(0), product, 1e-3 if choice.narrow else 1e-5)
 
 
-@pytest.mark.parametrize("outputs", [256, 168])
-def test_a_gated_layer_writes_codes_for_the_next(kernel: Any, outputs: int) -> None:
+@pytest.mark.parametrize(
+    ("outputs", "changes"),
+    [(256, {}), (168, {}), (168, {"joined": 1, "halves": 1, "block_m": 128})],
+)
+def test_a_gated_layer_writes_codes_for_the_next(
+    kernel: Any, outputs: int, changes: dict[str, int]
+) -> None:
     """The codes are those of its 16-bit output: each program has a whole group of 128."""
     weight, _ = made("fp8 rows", 2 * outputs, 264)
-    choice = replace(TILE, block_n=128, stages=2)
+    choice = replace(TILE, block_n=128, stages=2, **changes)
     x, coding = rows_of(67, 264).clamp(-9, 9), Coding(outputs, True)
     coded_x = code_rows(x, coding_of(weight, choice))
     act = packed_gated_linear(coded_x, weight, None, "gelu_tanh", choice, None, HALF)
@@ -190,6 +205,51 @@ def test_it_is_chosen_on_hopper_for_scales_of_rows(monkeypatch: pytest.MonkeyPat
         assert choice.stages * codes <= 208 * 1024 and choice.stages >= 4
         assert choice.split_k == 1 or layers[role].may_split
         assert choice.by_group == (role in ("o", "down"))
+
+
+def test_more_than_256_rows_are_left_to_torch_but_for_layers_that_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    card = SimpleNamespace(capability=(9, 0))
+    monkeypatch.setattr(coded_choice, "card_of", lambda device: card)
+    made_of: dict[str, Any] = {"kind": "fp8", "order": None, "zeros": None, "device": "card"}
+    shapes = [
+        Shape("qkv", 6144, 4096), Shape("o", 4096, 4096), Shape("gate_up", 28672, 4096),
+        Shape("down", 4096, 14336), Shape("head", 128256, 4096),
+    ]  # fmt: skip
+
+    def chosen(shape: Shape, rows: int, blocks: bool) -> Codes | None:
+        size = (shape.outputs, shape.inputs)
+        group, asks = (128, "fp8-block") if blocks else (shape.inputs, "fp8-token")
+        weight: Any = SimpleNamespace(
+            **made_of, shape=size, columns=shape.inputs, group=group, activations=asks,
+            row_group=128 if blocks else 1,
+        )  # fmt: skip
+        return coded_choice.choose_coded(weight, shape, rows)
+
+    for shape in shapes:
+        assert not any(chosen(shape, rows, blocks) for rows in (257, 1024) for blocks in (0, 1))
+    names = {(name, shape.role) for name in ("fp8", "fp8 blocks") for shape in shapes}
+    monkeypatch.setattr(coded_choice, "WIDE", names - {("fp8", "o")})
+    for shape in shapes[:-1]:
+        for blocks in (False, True):
+            gates = 2 if shape.role == "gate_up" else 1
+            for rows in (257, 512, 513, 1024):
+                if shape.role == "o" and not blocks:
+                    assert chosen(shape, rows, blocks) is None
+                    continue
+                choice = chosen(shape, rows, blocks)
+                assert choice is not None and choice.roles and choice.block_m == 128
+                assert choice.by_group == blocks
+                assert choice.joined == (shape.role == "gate_up" and not blocks)
+                assert choice.stages * (gates * choice.block_n + 128) * 128 <= 208 * 1024
+                tiles = -(-shape.outputs // gates // choice.block_n) * (512 if rows < 513 else 1024)
+                assert choice.split_k == 1 or tiles // 128 * choice.split_k <= 132
+            assert chosen(shape, 1025, blocks) is None
+    assert chosen(shapes[-1], 512, False) is None
+    measured = replace(TILE, block_m=128)
+    monkeypatch.setattr(coded_choice, "_ROLES", {("fp8", shapes[3], 512): measured})
+    assert chosen(shapes[3], 300, False) == measured != chosen(shapes[3], 600, False)
 
 
 def test_a_tile_may_not_meet_two_blocks() -> None:

@@ -1,0 +1,98 @@
+"""Torch's product of codes, alone and with the kernels around it, for `measure_codes.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import linear_tune
+import torch
+from torch import Tensor
+
+from slipstream.kernels.linear.linear_choice import Shape
+from slipstream.kernels.packed import linear
+from slipstream.kernels.packed.coded import Coding, code_rows
+from slipstream.kernels.packed.kinds import Codes, Quantised
+from slipstream.kernels.packed.linear import packed_gated_linear, packed_linear
+from slipstream.kernels.quant.tiled import TiledWeight
+
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+
+
+def time_calls(calls: list[Callable[[], object]]) -> float:
+    """Microseconds of a call in a graph of enough of them."""
+    return linear_tune.time_in_graph(calls * -(-linear_tune.MIN_CALLS // len(calls)), repeats=3)
+
+
+def torch_us(name: str, shape: Shape, x: Tensor, copies: Sequence[TiledWeight]) -> float | None:
+    """Microseconds of torch's product of codes alone, None if it knows none."""
+    codes = x.to(E4M3)
+    if name == "fp8":
+        scale_a = torch.ones(x.shape[0], 1, device=x.device)
+        scale_b = torch.ones(1, shape.outputs, device=x.device)
+    else:
+        scale_a = torch.ones(shape.inputs // 128, x.shape[0], device=x.device).T
+        scale_b = torch.ones(shape.outputs // 128, shape.inputs // 128, device=x.device).T
+    product = partial(
+        torch._scaled_mm, scale_a=scale_a, scale_b=scale_b, out_dtype=BF16,
+        use_fast_accum=name == "fp8",
+    )  # fmt: skip
+    try:
+        return time_calls([partial(product, codes, copy.words.view(E4M3).T) for copy in copies])
+    except Exception as problem:  # a lab script: name it and go on
+        print(f"  torch {name} {shape}: {problem}", flush=True)
+        return None
+
+
+def layer_by_torch(shape: Shape, x: Tensor, weight: TiledWeight) -> Tensor:
+    """A layer of more than 256 rows in a step: x is coded rows, or numbers before o. That of gates
+    also gates and codes its output."""
+    if shape.role == "gate_up":
+        after = Coding(shape.outputs // 2, False, planar=True)
+        return packed_gated_linear(x, weight, None, "silu", Quantised(), None, BF16, after)
+    return packed_linear(x, weight, None, Quantised(), None, None, BF16)
+
+
+def around_us(shape: Shape, x: Tensor, copies: Sequence[TiledWeight]) -> dict[str, float]:
+    """Microseconds of `layer_by_torch` for x [M, K] in 16 bits. For o, also with `CODES_ONCE`."""
+    if shape.role != "o":
+        x = code_rows(x, Coding(shape.inputs, False, planar=True))
+    calls: list[Callable[[], object]] = [partial(layer_by_torch, shape, x, w) for w in copies]
+    found = {"around": time_calls(calls)}
+    if shape.role == "o":
+        with patch.object(linear, "CODES_ONCE", True):
+            found["once"] = time_calls(calls)
+    return found
+
+
+def gate_then_code(choice: Codes, coded: Tensor, weight: TiledWeight) -> Tensor:
+    """A gated layer of coded rows whose kernel writes numbers, and the kernel that codes them row
+    by row, which torch's product and tiles of 256 weight rows want."""
+    act = packed_gated_linear(coded, weight, None, "silu", choice, None, BF16)
+    return code_rows(act, Coding(act.shape[1], False))
+
+
+def print_pairs(rows: int, lines: Sequence[Mapping[str, Any]]) -> None:
+    """Print what both layers of a feed-forward part take in each way of computing them."""
+    of_role = {line["layer"].split()[0]: line for line in lines if line["rows"] == rows}
+    if not {"gate_up", "down"} <= of_role.keys():
+        return
+    up, down = of_role["gate_up"], of_role["down"]
+    by_group = Codes.__match_args__.index("by_group")
+    coded = [us for us, _, *fields in up["found"] if Codes(*fields).block_n == 128]
+    downs = [[us for us, _, *at in down["found"] if at[by_group] == way] for way in (1, 0)]
+    ways = {
+        "torch's": (up.get("around"), down.get("around")),
+        "gates by roles, then codes, down by torch": (up.get("plain"), down.get("around")),
+        "gates and codes by roles, down by groups": (min(coded, default=None), _least(downs[0])),
+        "gates by roles, then codes, down by rows": (up.get("plain"), _least(downs[1])),
+    }
+    for way, parts in ways.items():
+        if None not in parts:
+            print(f"  {rows} rows, {way}: {parts[0]:.1f} + {parts[1]:.1f} us", flush=True)
+
+
+def _least(times: Sequence[float]) -> float | None:
+    return min(times, default=None)
