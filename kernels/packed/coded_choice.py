@@ -23,7 +23,7 @@ WIDE: frozenset[tuple[str, str]] = frozenset()
 _WIDE_BUCKETS = (512, 1024)
 
 Key: TypeAlias = tuple[str, Shape, int]  # format, shape, upper bound of rows
-# With `USE_ROLES` on Hopper this table comes first, for 17 rows and more; None = a kernel without
+# With `USE_ROLES` on Hopper this table comes first, for 2 rows and more; None = a kernel without
 # roles. Layers of 33 rows and more that it does not name follow `_with_roles`.
 _ROLES: Mapping[Key, Codes | None] = {
     ("fp8 blocks", Shape("qkv", 6144, 4096), 64): None,  # 13.3 us, without roles 12.9
@@ -60,7 +60,7 @@ def choose_coded(weight: TiledWeight, shape: Shape, num_rows: int) -> Codes | No
     key = format_name(weight), shape, bucket
     wide = bucket in _WIDE_BUCKETS
     has_roles = USE_ROLES and (not wide or (key[0], shape.role) in WIDE)
-    if has_roles and bucket >= 32 and is_hopper(weight):
+    if has_roles and is_hopper(weight):
         rule = _wide if wide else _with_roles
         choice = _ROLES.get(key, rule(shape, bucket, has_groups(weight)))
         if choice is not None and fits_roles(weight, shape.role, choice.block_n):

@@ -33,7 +33,7 @@ def candidates(name: str, shape: Shape, rows: int, forms: Sequence[str] = FORMS)
         yield from _without_roles(name, shape, rows)
     if "roles" in forms and rows > 256:
         yield from _wide(name, shape, rows)
-    elif "roles" in forms and rows > 16:
+    elif "roles" in forms and (rows > 16 or "codes" not in forms):
         yield from _with_roles(name, shape, rows)
 
 
@@ -79,6 +79,10 @@ def _with_roles(name: str, shape: Shape, rows: int) -> Iterator[Codes]:
                     *(block_n, 128, min(stages, 8), 4, split_k, height, by_group, 0, 0), roles=1
                 )
                 yield choice
+                if gates == 2 and not by_group:
+                    yield replace(choice, joined=1)
+                if height == 128 and 0 < 2 * (programs * split_k % 132) <= 132:
+                    yield replace(choice, halves=1)
                 if split_k > 1 and block_n == 128 and shape.role in ("o", "down"):
                     yield replace(choice, narrow=1)
 

@@ -187,9 +187,10 @@ def test_it_is_chosen_on_hopper_for_scales_of_rows(monkeypatch: pytest.MonkeyPat
     assert all(choice.roles and choice.by_group for choice in of_blocks.values())
     weight.group, weight.row_group = 4096, 1
     measured = replace(TILE, narrow=1)
-    table = {("fp8", layers["o"], 32): measured, ("fp8", layers["o"], 64): None}
+    table = {("fp8", layers["o"], rows): measured for rows in (16, 32)}
+    table["fp8", layers["o"], 64] = None
     monkeypatch.setattr(coded_choice, "_ROLES", table)
-    assert chosen("o", 20) == measured and chosen("o", 40) == before["o", 40]
+    assert chosen("o", 9) == chosen("o", 20) == measured and chosen("o", 40) == before["o", 40]
     assert chosen("down", 20) is None
     layers["head"] = Shape("head", 4096, 4096)
     assert not getattr(chosen("head", 128), "roles", 0)
