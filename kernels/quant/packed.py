@@ -7,9 +7,9 @@ offsets or neither. Nothing here knows checkpoint formats; the multiplication is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ HIGH_BITS = {"int5": 1, "int6": 2}  # kinds with a second plane, and its bits of
 SYMMETRIC_ZERO = {"int4": 8, "int5": 16, "int6": 32, "int8": 0}
 BLOCK = 128  # rows and columns of a block of fp8 values that share a scale
 SUPER = 256  # columns that share a super scale
+# Fields of a `PackedWeight`, besides scales, that have a row for each of the matrix.
+_BY_ROW = ("values", "zeros", "offsets", "global_scale", "super_scales", "super_offsets", "high")
 _PIECE_VALUES = 1 << 24  # values dequantised at once, so that float32 copies stay small
 
 
@@ -95,12 +97,7 @@ class PackedWeight:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors that are not None."""
-        fields = (
-            *(self.values, self.scales, self.zeros, self.offsets),
-            *(self.global_scale, self.order, self.input_scale, self.super_scales),
-            *(self.super_offsets, self.high),
-        )
-        return tuple(field for field in fields if field is not None)
+        return tuple(field for field in vars(self).values() if isinstance(field, Tensor))
 
     @property
     def nbytes(self) -> int:
@@ -128,20 +125,16 @@ class PackedWeight:
         if count == self.shape[0]:
             return self
 
-        def cut(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor[:count]
+        scales = self.scales[: -(-count // self.row_group)]
+        return self.with_rows(lambda field: field[:count], scales)
 
-        return replace(
-            self,
-            values=self.values[:count],
-            scales=self.scales[: -(-count // self.row_group)],
-            zeros=cut(self.zeros),
-            offsets=cut(self.offsets),
-            global_scale=cut(self.global_scale),
-            super_scales=cut(self.super_scales),
-            super_offsets=cut(self.super_offsets),
-            high=cut(self.high),
-        )
+    def with_rows(self, change: Callable[[Tensor], Tensor], scales: Tensor) -> PackedWeight:
+        """The matrix with other rows: what `change` makes of each field by row, and `scales`."""
+        present = {name: getattr(self, name) for name in _BY_ROW}
+        fields: dict[str, Any] = {
+            name: change(field) for name, field in present.items() if field is not None
+        }
+        return replace(self, scales=scales, **fields)
 
     def one_level(self) -> PackedWeight:
         """The same numbers without super scales; scales and offsets are float32."""
@@ -231,12 +224,8 @@ class PackedWeight:
     def form(self) -> tuple[object, ...]:
         """What parts of one matrix must have in common, besides the order of columns."""
         dtypes = (self.values.dtype, self.scales.dtype)
-        present = tuple(
-            None if field is None else field.dtype
-            for field in (
-                *(self.zeros, self.offsets, self.global_scale, self.order, self.super_scales),
-            )
-        )
+        optional = self.zeros, self.offsets, self.global_scale, self.order, self.super_scales
+        present = tuple(None if field is None else field.dtype for field in optional)
         return self.kind, self.columns, self.group, dtypes, present, self.activations
 
 
@@ -298,22 +287,10 @@ def concatenate(parts: Sequence[PackedWeight]) -> PackedWeight:
     if len(row_groups) > 1 or any(part.shape[0] % part.row_group for part in parts[:-1]):
         parts = [part.by_rows() for part in parts]
 
-    def joined(name: str) -> Tensor | None:
-        fields = [getattr(part, name) for part in parts]
-        return None if fields[0] is None else torch.cat(fields)
-
-    values, scales = joined("values"), joined("scales")
-    assert values is not None and scales is not None
+    fields: dict[str, Any] = {
+        name: torch.cat([getattr(part, name) for part in parts])
+        for name in ("scales", *_BY_ROW)
+        if getattr(parts[0], name) is not None
+    }
     inputs = [part.input_scale for part in parts if part.input_scale is not None]
-    return replace(
-        parts[0],
-        values=values,
-        scales=scales,
-        zeros=joined("zeros"),
-        offsets=joined("offsets"),
-        global_scale=joined("global_scale"),
-        super_scales=joined("super_scales"),
-        super_offsets=joined("super_offsets"),
-        high=joined("high"),
-        input_scale=torch.stack(inputs).amax() if inputs else None,
-    )
+    return replace(parts[0], **fields, input_scale=torch.stack(inputs).amax() if inputs else None)

@@ -28,21 +28,9 @@ def rows_of(weight: PackedWeight, spans: Sequence[tuple[int, int]]) -> PackedWei
 
 
 def _rows(weight: PackedWeight, start: int, stop: int) -> PackedWeight:
-    def cut(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor[start:stop].clone()
-
     block = weight.row_group
-    return replace(
-        weight,
-        values=weight.values[start:stop].clone(),
-        scales=weight.scales[start // block : -(-stop // block)].clone(),
-        zeros=cut(weight.zeros),
-        offsets=cut(weight.offsets),
-        global_scale=cut(weight.global_scale),
-        super_scales=cut(weight.super_scales),
-        super_offsets=cut(weight.super_offsets),
-        high=cut(weight.high),
-    )
+    scales = weight.scales[start // block : -(-stop // block)].clone()
+    return weight.with_rows(lambda field: field[start:stop].clone(), scales)
 
 
 def columns_of(weight: PackedWeight, start: int, stop: int) -> PackedWeight | None:
@@ -117,24 +105,10 @@ def with_empty_rows(weight: PackedWeight, num_rows: int) -> PackedWeight:
         return weight
     weight = weight.by_rows()
 
-    def fill(tensor: Tensor | None) -> Tensor | None:
-        if tensor is None or tensor.dim() == 0:
-            return tensor
+    def fill(tensor: Tensor) -> Tensor:
         if tensor.dtype.itemsize > 1:
             return functional.pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, missing))
         stored = tensor.view(dtype=_BYTES)  # which torch pads on every device
         return functional.pad(stored, (0, 0, 0, missing)).view(tensor.dtype)
 
-    values, scales = fill(weight.values), fill(weight.scales)
-    assert values is not None and scales is not None
-    return replace(
-        weight,
-        values=values,
-        scales=scales,
-        zeros=fill(weight.zeros),
-        offsets=fill(weight.offsets),
-        global_scale=fill(weight.global_scale),
-        super_scales=fill(weight.super_scales),
-        super_offsets=fill(weight.super_offsets),
-        high=fill(weight.high),
-    )
+    return weight.with_rows(fill, fill(weight.scales))

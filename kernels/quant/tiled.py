@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,9 @@ from .planes import WIDTH as PLANE_WIDTH
 # Bits of a word at which the code of each slice of "fp4" has its fields, of 3 bits, and its sign.
 FP4_FIELDS, FP4_SIGNS = (6, 3, 0, 12), (15, 11, 9, 10)
 MOST_EXPONENT, FACTOR_DIVISOR = 144, 65536.0  # see `factors_of_blocks`
+# Fields of a `TiledWeight`, besides scales, whose first or second dimension is the matrix's rows.
+_BY_ROW = ("words", "global_scale", "high")
+_BY_COLUMN = ("zeros", "offsets", "super_scales", "super_offsets")
 _PIECE_VALUES = 1 << 24  # codes converted at once, so that the copies stay small
 
 
@@ -86,11 +90,7 @@ class TiledWeight:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors that are not None."""
-        fields: tuple[Tensor | None, ...]
-        fields = (self.words, self.scales, self.zeros, self.offsets, self.global_scale)
-        fields += (self.order, self.input_scale, self.super_scales, self.super_offsets)
-        fields += (self.factors, self.high)
-        return tuple(tensor for tensor in fields if tensor is not None)
+        return tuple(field for field in vars(self).values() if isinstance(field, Tensor))
 
     @property
     def nbytes(self) -> int:
@@ -136,40 +136,21 @@ class TiledWeight:
     def rows(self, ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """The numbers of rows `ids` [n]: [n, K]."""
         at = ids.long()
-        scales, zeros, offsets = self.scales, self.zeros, self.offsets
-        super_scales, super_offsets = self.super_scales, self.super_offsets
-        scales = scales[at] if self.kind == "fp4" else scales[:, at // self.row_group]
-        few = replace(
-            self,
-            words=self.words[at],
-            scales=scales,
-            row_group=1,
-            zeros=None if zeros is None else zeros[:, at],
-            offsets=None if offsets is None else offsets[:, at],
-            global_scale=None if self.global_scale is None else self.global_scale[at],
-            super_scales=None if super_scales is None else super_scales[:, at],
-            super_offsets=None if super_offsets is None else super_offsets[:, at],
-            factors=None,
-            high=None if self.high is None else self.high[at],
-        )
-        return few.dequantise(dtype)
+        return replace(self._some(at, at // self.row_group), row_group=1).dequantise(dtype)
 
     def first_rows(self, count: int) -> TiledWeight:
         """The matrix of the first `count` rows; shares the memory of this one."""
-        blocks = -(-count // self.row_group)
-        super_scales, super_offsets = self.super_scales, self.super_offsets
-        return replace(
-            self,
-            words=self.words[:count],
-            scales=self.scales[:count] if self.kind == "fp4" else self.scales[:, :blocks],
-            zeros=None if self.zeros is None else self.zeros[:, :count],
-            offsets=None if self.offsets is None else self.offsets[:, :count],
-            global_scale=None if self.global_scale is None else self.global_scale[:count],
-            super_scales=None if super_scales is None else super_scales[:, :count],
-            super_offsets=None if super_offsets is None else super_offsets[:, :count],
-            factors=None,
-            high=None if self.high is None else self.high[:count],
-        )
+        return self._some(slice(count), slice(-(-count // self.row_group)))
+
+    def _some(self, rows: slice | Tensor, blocks: slice | Tensor) -> TiledWeight:
+        """Some rows, and of scales the blocks that these are in."""
+        fields: dict[str, Any] = {
+            name: field[rows] if name in _BY_ROW else field[:, rows]
+            for name in (*_BY_ROW, *_BY_COLUMN)
+            if (field := getattr(self, name)) is not None
+        }
+        scales = self.scales[rows] if self.kind == "fp4" else self.scales[:, blocks]
+        return replace(self, scales=scales, factors=None, **fields)
 
 
 Weight = PackedWeight | TiledWeight
