@@ -21,7 +21,7 @@ from ..models.deepseek import DecoderLayer as DeepseekLayer
 from ..models.deepseek import make_rotary
 from ..models.families.deepseek_v32 import SparseLayer, SparseRotary
 from ..models.families.glm4_moe import GlmLayer
-from ..models.layers import CheckpointSlot, RMSNorm, WeightFormat, module_slots
+from ..models.layers import RMSNorm, WeightFormat
 from ..models.rotary import RotaryEmbedding, rope_parameters
 from ..models.sharded import input_linear
 from .target_head import TargetHead
@@ -100,15 +100,9 @@ class MtpModule(TargetHead, nn.Module):
         layer: AttentionLayer = self.self_attn.layer  # type: ignore[union-attr,assignment]
         return [layer]
 
-    def checkpoint_slots(self) -> dict[str, CheckpointSlot]:
-        return {f"{self.prefix}{name}": slot for name, slot in module_slots(self).items()}
-
     def checkpoint_name(self, name: str) -> str | None:
         """The slot name of a tensor; None for a copy of one of the target's."""
         return None if _SHARED.search(name) or name.endswith(".rotary_emb.inv_freq") else name
-
-    def finish_loading(self, dummy: bool = False) -> None:
-        """Nothing to do: the target's tensors are used in place."""
 
 
 class DeepseekMtpHead(MtpModule, DeepseekLayer):  # type: ignore[misc]

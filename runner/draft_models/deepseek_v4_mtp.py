@@ -27,7 +27,7 @@ from ..models.deepseek_v4.model import (
     plain_name,
 )
 from ..models.deepseek_v4.step import Step
-from ..models.layers import CheckpointSlot, RMSNorm, WeightFormat, module_slots
+from ..models.layers import RMSNorm, WeightFormat
 from ..models.sharded import input_linear
 from .target_head import TargetHead
 
@@ -62,6 +62,8 @@ def check_module(names: Sequence[str], source: str) -> None:
 
 class DeepseekV4MtpHead(TargetHead, Block):
     """The module. Hidden states are all streams side by side, [M, n * H]."""
+
+    prefix = f"{PREFIX}0."
 
     def __init__(
         self, config: Any, fmt: WeightFormat, target: Any, max_position: int, layer_id: int
@@ -126,12 +128,6 @@ class DeepseekV4MtpHead(TargetHead, Block):
     def attention_layers(self) -> list[AttentionLayer]:
         return [self.attn.raw]
 
-    def checkpoint_slots(self) -> dict[str, CheckpointSlot]:
-        return {f"{PREFIX}0.{name}": slot for name, slot in module_slots(self).items()}
-
     def checkpoint_name(self, name: str) -> str | None:
         """The slot name of a tensor; None for a copy of one of the target's."""
         return None if _SHARED.match(name) else plain_name(name)
-
-    def finish_loading(self, dummy: bool = False) -> None:
-        """Nothing to do: the target's tensors are used in place."""

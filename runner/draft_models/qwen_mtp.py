@@ -15,7 +15,7 @@ from ...kernels.linear.streams import norm_pair
 from ..attention.base import AttentionLayer, AttentionState
 from ..errors import ModelLoadError
 from ..models.base import embedded
-from ..models.layers import CheckpointSlot, RMSNorm, WeightFormat, module_slots
+from ..models.layers import RMSNorm, WeightFormat
 from ..models.qwen3_5 import FULL, DecoderLayer, make_rotary
 from ..models.sharded import input_linear
 from .target_head import TargetHead
@@ -50,6 +50,8 @@ class QwenMtpHead(TargetHead, nn.Module):
     after `norm`. Otherwise it reads both before these norms: of the target, the residual stream
     after the last layer.
     """
+
+    prefix = PREFIX
 
     def __init__(
         self,
@@ -98,11 +100,5 @@ class QwenMtpHead(TargetHead, nn.Module):
     def attention_layers(self) -> list[AttentionLayer]:
         return [self._layer]
 
-    def checkpoint_slots(self) -> dict[str, CheckpointSlot]:
-        return {f"{PREFIX}{name}": slot for name, slot in module_slots(self).items()}
-
     def checkpoint_name(self, name: str) -> str | None:
         return name
-
-    def finish_loading(self, dummy: bool = False) -> None:
-        """Nothing to do: the target's tensors are used in place."""

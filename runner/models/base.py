@@ -74,7 +74,9 @@ def embedded_by(rows: Embedding, input_ids: Tensor) -> EmbeddedIds:
 
 
 class TextModel(nn.Module):
-    """A decoder over flat token rows. Subclasses set `layers` and implement `forward`."""
+    """A decoder over flat token rows. Subclasses set `blocks` and implement `forward`."""
+
+    blocks: Any  # the decoder layers, in order
 
     def __init__(self, config: Any, fmt: WeightFormat) -> None:
         super().__init__()
@@ -105,9 +107,9 @@ class TextModel(nn.Module):
         given.
         """
 
-    @abstractmethod
     def attention_layers(self) -> list[AttentionLayer]:
         """The constants of every attention layer, in order."""
+        return [block.self_attn.layer for block in self.blocks]
 
     def recurrent_layers(self) -> list[RecurrentLayer]:
         """The constants of every recurrent layer, in order; most models have none."""

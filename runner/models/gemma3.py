@@ -202,9 +202,6 @@ class Gemma3Model(TextModel):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         return soft_cap(super().compute_logits(hidden), self.config.final_logit_softcapping)
 
-    def attention_layers(self) -> list[AttentionLayer]:
-        return [block.self_attn.layer for block in self.blocks]
-
     def checkpoint_name(self, name: str) -> str | None:
         text = text_name(name)
         return None if text is None else super().checkpoint_name(text)

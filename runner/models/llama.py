@@ -377,6 +377,3 @@ class LlamaModel(PreNormModel):
         if fmt.native and fmt.ranks is None:  # it runs layers without collectives
             rotaries = [rotary] * len(blocks)
             self.decoder = NativeDecoder(blocks, self.attention_layers(), rotaries)
-
-    def attention_layers(self) -> list[AttentionLayer]:
-        return [block.self_attn.layer for block in self.blocks]
