@@ -80,6 +80,13 @@ def card_of(device: torch.device) -> Card | None:
     )
 
 
+@cache_by_device
+def num_processors(device: torch.device) -> int:
+    """The number of multiprocessors of the GPU; 4 for a CPU, so that splits are tested there."""
+    card = card_of(device)
+    return 4 if card is None else card.num_processors
+
+
 def use_triton(tensor: Tensor) -> bool:
     """True if the Triton implementation should work on `tensor`.
 

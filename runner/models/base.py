@@ -150,7 +150,7 @@ class TextModel(nn.Module):
                     own_table, load=_load_both(own_table.load, own_head.load)
                 )
             # some checkpoints store the tied head as well
-            slots["lm_head.weight"] = replace(own_head, load=_load_nothing, optional=True)
+            slots["lm_head.weight"] = replace(own_head, load=lambda tensor: None, optional=True)
         return slots
 
     def checkpoint_name(self, name: str) -> str | None:
@@ -280,7 +280,3 @@ def _load_both(
         second(tensor)
 
     return load
-
-
-def _load_nothing(tensor: torch.Tensor) -> None:
-    pass

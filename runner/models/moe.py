@@ -139,7 +139,7 @@ class DividedExperts(nn.Module):
             for part, (stack, start, num_rows) in zip(names, rows, strict=True):
                 slot = stack.slot(here if is_own else 0, start, num_rows)
                 if not is_own:
-                    slot = replace(slot, load=_skip, cut=Cut(0, 0, 0))
+                    slot = replace(slot, load=lambda weight: None, cut=Cut(0, 0, 0))
                 elif self.share is not None:
                     cut = replace(self.share, dim=int(stack is down))
                     shape = [*slot.shape]
@@ -222,10 +222,6 @@ class Experts(DividedExperts):
                 shape[1] = 2 * self.intermediate
                 cut = stacked([(self.intermediate, self.share)] * 2, dim=1)
             yield f"{path}.{part}", replace(slot, shape=tuple(shape), cut=cut)
-
-
-def _skip(weight: object) -> None:
-    pass
 
 
 # The few outputs of a router fill a GPU only if many programs share the sums of each.

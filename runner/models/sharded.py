@@ -22,7 +22,7 @@ from ...kernels.quant.packed import PackedWeight
 from ...kernels.quant.part import with_empty_rows
 from ..parallel.ranks import Cut, Ranks, stacked
 from .formats.packed import Part
-from .layers import CheckpointSlot, Embedding, Linear, WeightFormat
+from .layers import CheckpointSlot, Embedding, Linear, WeightFormat, tensor_slot
 
 
 def column_linear(
@@ -340,10 +340,6 @@ def head(hidden: int, vocab_size: int, fmt: WeightFormat) -> Linear:
     return SplitHead(hidden, vocab_size, fmt)
 
 
-def split_tensor(target: torch.Tensor, total: int, cut: Cut) -> CheckpointSlot:
+def split_tensor(target: Tensor, total: int, cut: Cut) -> CheckpointSlot:
     """The slot of a tensor that holds the rows `cut` of a checkpoint's `total`."""
-
-    def load(tensor: Tensor) -> None:
-        target.copy_(tensor)
-
-    return CheckpointSlot((total, *target.shape[1:]), load, "normal", cut=cut)
+    return replace(tensor_slot(target), shape=(total, *target.shape[1:]), cut=cut)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 
-import torch
 import triton
 from torch import Tensor
 
-from ...device import cache_by_device, card_of
+from ...device import card_of, num_processors
 from ..paged_rows import AttentionRule, PagedRows
 
 MAX_SPLITS = 16
@@ -52,13 +51,6 @@ class Launch:
     rows: int = 0  # the rows of block_m that are used; a power of two
     early: bool = False  # prefetch the first keys into L2 before the inputs are ready
     only_long: bool = False  # splits are for long contexts; a kernel that splits all has none
-
-
-@cache_by_device
-def num_processors(device: torch.device) -> int:
-    """The number of multiprocessors of the GPU; 4 for a CPU, so that splits are tested there."""
-    card = card_of(device)
-    return 4 if card is None else card.num_processors
 
 
 def _tile_sizes(rows: int, dim: int, element_size: int) -> tuple[int, int, int]:

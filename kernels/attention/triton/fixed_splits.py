@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...device import num_processors
 from ...launch import hash_functions, pdl_options, wait_for_inputs
 from ..paged_rows import AttentionRule, PagedRows
-from .attention_plan import num_processors
 from .online_softmax import LOG2E
 from .paged_keys import absorb_tile, latent_arguments, paged_arguments
 from .prefill import find_request

@@ -22,9 +22,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ...device import num_processors
 from ...launch import fits_tma, hash_functions
 from ..paged_rows import AttentionRule, PagedRows
-from .attention_plan import num_processors
 from .hopper_roles import PANEL, ROWS, consume, produce
 
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))

@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...device import num_processors
 from ...launch import hash_functions, pdl_options, wait_for_inputs
 from ..paged_rows import AttentionRule, PagedRows
-from .attention_plan import Launch, hopper_prefill_wanted, num_processors, plan_launch
+from .attention_plan import Launch, hopper_prefill_wanted, plan_launch
 from .fixed_splits import fixed_attention
 from .online_softmax import LOG2E
 from .paged_keys import absorb_tile, latent_arguments, paged_arguments

@@ -16,9 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...device import num_processors
 from ...launch import hash_functions, pdl_options, wait_for_inputs
 from ..paged_rows import AttentionRule, PagedRows
-from .attention_plan import num_processors, prefill_splits
+from .attention_plan import prefill_splits
 from .online_softmax import LEAST, LOG2E, soft_capped
 from .paged_keys import paged_arguments
 from .split_sums import sum_splits

@@ -24,7 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ...device import card_of
+from ...device import num_processors
 from ...launch import fits_tma, hash_functions, pdl_options
 from ...quant.tiled import TiledWeight
 from ..coding import SPAN, Coding
@@ -138,9 +138,7 @@ def multiply(
     consumers = block_m // int(ROWS.value)
     blocks = triton.cdiv(arguments["num_outputs"], choice.block_n)
     tiles = triton.cdiv(x.shape[0], block_m) * blocks * split_k
-    if programs is None:
-        card = card_of(x.device)
-        programs = 4 if card is None else card.num_processors
+    programs = programs or num_processors(x.device)
     halves = choice.halves > 0 and consumers == 2
     joined = choice.joined > 0 and mode == GATE_UP and not (choice.by_group or choice.promote)
     if tiles < programs:

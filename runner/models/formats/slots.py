@@ -34,18 +34,13 @@ class CheckpointSlot:
     cut: Cut | None = None
 
 
-def tensor_slot(
-    target: Tensor,
-    init: str = "normal",
-    optional: bool = False,
-    form: tuple[str, str] | None = None,
-) -> CheckpointSlot:
+def tensor_slot(target: Tensor, init: str = "normal") -> CheckpointSlot:
     """The slot of a tensor that is copied without a change of form."""
 
     def load(tensor: Tensor) -> None:
         target.copy_(tensor)
 
-    return CheckpointSlot(tuple(target.shape), load, init, optional, form=form)
+    return CheckpointSlot(tuple(target.shape), load, init)
 
 
 @runtime_checkable

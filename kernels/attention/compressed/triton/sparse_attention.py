@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ....device import num_processors
 from ....launch import hash_functions
 from ....quant.latent_pages import scale_bytes
-from ...triton.attention_plan import num_processors, num_splits
+from ...triton.attention_plan import num_splits
 from ...triton.latent_rows import load_latent, load_rotary
 from ...triton.split_sums import sum_splits
 from ..pages import Pages, SlotList

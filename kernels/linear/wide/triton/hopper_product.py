@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ....device import card_of
+from ....device import num_processors
 from ....launch import hash_functions
 from ...linear_choice import Wide
 
@@ -288,10 +288,7 @@ def multiply(
     row_blocks = triton.cdiv(num_rows, CONSUMERS.value * ROWS.value)
     column_blocks = triton.cdiv(outputs, width)
     swizzled = gl.NVMMASharedLayout(128, 16, 2)
-    if programs is None:
-        card = card_of(x.device)
-        assert card is not None
-        programs = card.num_processors
+    programs = programs or num_processors(x.device)
     whole, halves = _divide_tiles(row_blocks * column_blocks, programs, choice.halves)
     _hopper_product_kernel[(min(programs, max(whole, halves)),)](
         TensorDescriptor.from_tensor(x, [ROWS.value, BLOCK_K.value], swizzled),

@@ -27,7 +27,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ....device import card_of
+from ....device import num_processors
 from ....launch import hash_functions, pdl_options
 from ....linear.experts import PackedExperts
 from ....linear.triton.expert_rows import FEW, empty_parts, whole
@@ -177,9 +177,7 @@ def multiply_sorted(
     plan, pairs, weights = work
     outputs = own.shape[0] // (experts.num_experts * (2 if gated else 1))
     three = form.consumers == 3
-    card = card_of(rows.device)
-    programs = 4 if card is None else card.num_processors
-    _hopper_experts_kernel[(programs,)](
+    _hopper_experts_kernel[(num_processors(rows.device),)](
         TensorDescriptor.from_tensor(own.words, [ROWS.value, 64], SWIZZLED.value),
         TensorDescriptor.from_tensor(own.factors.view(-1, 128), [1, 128], _FLAT.value),
         TensorDescriptor.from_tensor(rows, [16, 64], SWIZZLED.value),
