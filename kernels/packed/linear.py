@@ -15,7 +15,7 @@ from torch import Tensor
 from ..device import use_triton
 from ..linear.activation import GATED
 from ..linear.head_sample import Draws, pick_rows
-from ..linear.linear import Norm
+from ..linear.linear import Norm, linear_reference
 from ..linear.linear_choice import Gemv, Skinny
 from ..linear.norm_rope import rms_norm
 from ..quant.tiled import TiledWeight, Weight
@@ -63,31 +63,18 @@ def packed_linear(
     return _multiply(x, weight, choice, PLAIN, bias, norm=norm, residual=residual)
 
 
-def packed_linear_reference(
-    x: Tensor,
-    weight: Weight,
-    bias: Tensor | None = None,
-    norm: Norm | None = None,
-    residual: Tensor | None = None,
-) -> Tensor:
-    """The plain version of `packed_linear`."""
-    out = F.linear(_normed(x, norm), weight.dequantise(x.dtype), bias)
-    return out if residual is None else out + residual
-
-
 def _wide_linear(
     x: Tensor, weight: Weight, bias: Tensor | None, norm: Norm | None, residual: Tensor | None
 ) -> Tensor:
     """The product with a copy of the weight in the dtype of x, by torch."""
     if not isinstance(weight, TiledWeight) or not use_triton(x):
-        return packed_linear_reference(x, weight, bias, norm, residual)
+        return linear_reference(x, weight.dequantise(x.dtype), bias, norm, residual)
     from ..quant.triton.widen import widen
 
     x = _normed(x, norm)
     if weight.order is not None:
         x = x.index_select(-1, weight.order)
-    out = F.linear(x, widen(weight, x.dtype), bias)
-    return out if residual is None else out + residual
+    return linear_reference(x, widen(weight, x.dtype), bias, None, residual)
 
 
 def _quantised_linear(

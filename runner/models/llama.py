@@ -104,7 +104,11 @@ class Attention(nn.Module):
         `only`, [N] int64, it has only these rows.
         """
         if rotary.cos is None:
-            return self._fused(hidden, rotary, attention, norm, residual, only)
+            # A fused kernel after the projection adds up partial sums, norms heads, rotates and, if
+            # the attention back end supports it, stores keys and values.
+            out = self.attend_heads(self.qkv_proj.parts(hidden, norm), rotary, attention)
+            out = selected(out, only)
+            return self.o_proj.parts(out) if residual is None else self.o_proj.add(out, residual)
         tokens = hidden.shape[0]
         qkv = self.qkv_proj.forward(hidden)
         # rows of heads: query heads, then key heads, then value heads
@@ -121,24 +125,6 @@ class Attention(nn.Module):
             query = (query * self._scales(rotary)).to(query.dtype)
         out = attention.attend(self.layer.layer_id, query, key, value)
         return self.o_proj.forward(selected(out.reshape(tokens, self.q_size), only))
-
-    def _fused(
-        self,
-        hidden: Tensor,
-        rotary: RotaryStep,
-        attention: AttentionState,
-        norm: Norm | None,
-        residual: Tensor | None,
-        only: Tensor | None,
-    ) -> Tensor:
-        """`forward` with a fused kernel after the QKV projection.
-
-        The kernel adds up partial sums, norms heads, rotates and, if the attention back end
-        supports it, stores keys and values.
-        """
-        out = self.attend_heads(self.qkv_proj.parts(hidden, norm), rotary, attention)
-        out = selected(out, only)
-        return self.o_proj.parts(out) if residual is None else self.o_proj.add(out, residual)
 
     def attend_heads(
         self, qkv: Tensor, rotary: RotaryStep, attention: AttentionState, whole: bool = False

@@ -30,37 +30,6 @@ from .layers import CheckpointSlot, RMSNorm, WeightFormat, tensor_slot
 from .llama import FeedForward
 
 
-def run_in_form(
-    x: Tensor,
-    experts: ExpertWeights | PackedExperts | NativeExperts,
-    weights: Tensor,
-    ids: Tensor,
-    absent: bool = False,
-    fixed: bool = False,
-) -> Tensor:
-    """`kernels.linear.moe.run_experts` for experts in any form."""
-    if isinstance(experts, PackedExperts):
-        return packed_experts(x, experts, weights, ids, absent)
-    if isinstance(experts, NativeExperts):
-        return run_experts_reference(x, experts, weights, ids)
-    return run_experts(x, experts, weights, ids, absent, fixed and not absent)
-
-
-def parts_in_form(
-    x: Tensor,
-    experts: ExpertWeights | PackedExperts | NativeExperts,
-    weights: Tensor,
-    ids: Tensor,
-    spare: int = 0,
-) -> Tensor:
-    """`kernels.linear.moe.expert_parts` for experts in any form."""
-    if isinstance(experts, PackedExperts):
-        return packed_expert_parts(x, experts, weights, ids, spare)
-    if isinstance(experts, NativeExperts):
-        return run_experts_reference(x, experts, weights, ids)
-    return expert_parts(x, experts, weights, ids, spare)
-
-
 class DividedExperts(nn.Module):
     """The routed experts of a layer. Each rank holds whole ones, or a part of each.
 
@@ -113,7 +82,12 @@ class DividedExperts(nn.Module):
 
     def _run(self, x: Tensor, weights: Tensor, ids: Tensor, absent: bool) -> Tensor:
         """Run `forward` for indices of the experts here. If `absent`, ids may be -1: no expert."""
-        return run_in_form(x, self.weights, weights, ids, absent, self.fixed)
+        experts = self.weights
+        if isinstance(experts, PackedExperts):
+            return packed_experts(x, experts, weights, ids, absent)
+        if isinstance(experts, NativeExperts):
+            return run_experts_reference(x, experts, weights, ids)
+        return run_experts(x, experts, weights, ids, absent, self.fixed and not absent)
 
     def sum(self, out: Tensor) -> Tensor:
         """The sum of `out` [T, H] over the ranks."""
@@ -151,7 +125,12 @@ class DividedExperts(nn.Module):
         """`forward`, or its parts; see `kernels.linear.moe.expert_parts`."""
         if not self.is_whole or self.fixed:
             return self.forward(x, weights, ids)
-        return parts_in_form(x, self.weights, weights, ids, spare)
+        experts = self.weights
+        if isinstance(experts, PackedExperts):
+            return packed_expert_parts(x, experts, weights, ids, spare)
+        if isinstance(experts, NativeExperts):
+            return run_experts_reference(x, experts, weights, ids)
+        return expert_parts(x, experts, weights, ids, spare)
 
     @property
     def is_whole(self) -> bool:
