@@ -199,7 +199,7 @@ def dry_start(
 def run_mixed_sizes(
     parts: RunnerParts, max_num_seqs: int, draft_counts: Sequence[int] = ()
 ) -> None:
-    """Run the target as graphs of mixed batches do that have more tokens than a server's requests.
+    """Run the models as graphs of mixed batches do that have more tokens than a server's requests.
 
     Linear layers then see the tokens, and attention that many requests, whose kernels depend on
     both numbers. The ends of the range below a power of two cover every kind.
@@ -214,19 +214,25 @@ def run_mixed_sizes(
 
 
 def _run_mixed(parts: RunnerParts, num_reqs: int, decode_len: int, length: int) -> None:
-    """Run the target eagerly on a prefill of `length` tokens behind decodes of the others."""
+    """Run the target, and the drafter's pass over the same rows, eagerly on a prefill of `length`
+    tokens behind decodes of the others."""
     buffers = parts.buffers
     num_tokens = length + (num_reqs - 1) * decode_len
     starts = torch.full((buffers.max_num_reqs + 1,), num_tokens, dtype=torch.int32)
     starts[:num_reqs] = torch.arange(num_reqs) * decode_len
     common = buffers.common(num_reqs, num_tokens, starts, starts[1:], length)
-    parts.target.run_eagerly(num_tokens, common)
+    attention = parts.target.eager_attention(num_tokens, common)
+    parts.target.run_eagerly(num_tokens, attention)
+    speculator = parts.draft_graphs.speculator if parts.draft_graphs is not None else None
+    if speculator is not None and speculator.runs_draft_prefill:
+        speculator.fill_dummy(num_reqs)
+        speculator.first_pass(num_tokens, num_reqs, attention)
 
 
 def run_any_batch(
     parts: RunnerParts, max_num_tokens: int, draft_counts: Sequence[int] = ()
 ) -> None:
-    """Run the target on one prefill of every length in batches of every size, and on batches of
+    """Run the models on one prefill of every length in batches of every size, and on batches of
     short prefills alone.
 
     Attention runs outside graphs, and its tiles depend on both numbers. Powers of two, and one

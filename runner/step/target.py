@@ -213,12 +213,18 @@ class Target:
         """
         num_reqs = min(num_tokens, max_num_reqs or self._buffers.max_num_reqs)
         common = self._buffers.fill_dummy(eager_descriptor(num_tokens, num_reqs, None))
-        return self.compute_logits(self.run_eagerly(num_tokens, common)[:num_reqs])
+        attention = self.eager_attention(num_tokens, common)
+        return self.compute_logits(self.run_eagerly(num_tokens, attention)[:num_reqs])
 
-    def run_eagerly(self, num_tokens: int, common: Sequence[CommonAttentionMetadata]) -> Tensor:
+    def eager_attention(
+        self, num_tokens: int, common: Sequence[CommonAttentionMetadata]
+    ) -> AttentionState:
+        """The attention of the first `num_tokens` rows of the step buffers, outside graphs."""
+        return self._state(common, eager_descriptor(num_tokens, common[0].num_reqs, None))
+
+    def run_eagerly(self, num_tokens: int, attention: AttentionState) -> Tensor:
         """Run the first `num_tokens` rows of the step buffers; returns hidden states [M, H]."""
-        desc = eager_descriptor(num_tokens, common[0].num_reqs, None)
-        return self._forward(num_tokens, self._state(common, desc))[0]
+        return self._forward(num_tokens, attention)[0]
 
     def capture(self) -> Mapping[BatchExecutionDescriptor, AttentionStatePair]:
         """Capture every wanted graph; returns the attention states of each."""

@@ -76,7 +76,8 @@ def rare_steps(runner: SteppedRunner) -> None:
     """Run the steps that `warm_up_steps` leaves to requests; only a dry start does so.
 
     They include prompts and batches of all sizes: without a graph, a step's kernels depend on its
-    number of rows, and a drafter's also on the number of requests.
+    number of rows, and a drafter's also on the number of requests and on how many tokens of each
+    it has missed.
     """
     steps = _Steps(runner)
     if not steps.fit():
@@ -89,6 +90,10 @@ def rare_steps(runner: SteppedRunner) -> None:
     budget = steps.limits.max_num_batched_tokens // (_PROMPT_LEN + steps.num_drafts)
     for power in range(1, min(steps.limits.max_num_seqs, budget).bit_length()):
         steps.serve([_KINDS[0]] * (1 << power))
+    if most_missed := runner.facts.needs.max_deferred_tokens:
+        seats = min(steps.limits.max_num_seqs, steps.limits.max_num_batched_tokens)
+        for power in range(seats.bit_length()):
+            steps.catch_up(1 << power, most_missed)
 
 
 def wide_batches(limits: StepLimits, num_drafts: int) -> list[int]:
@@ -150,6 +155,20 @@ class _Steps:
             new = self._new_request(0, prompt_len, _KINDS[0])
             self._run([_prefill(new)], [new])
             self._run([], freed_slots=[0])
+
+    def catch_up(self, num_reqs: int, most: int) -> None:
+        """Run decodes of requests whose drafter has missed up to `most` tokens of each.
+
+        Powers of two, and one more, cover every tile of its attention over the missed tokens.
+        """
+        slots = range(num_reqs)
+        new = [self._new_request(slot, 1, _KINDS[0]) for slot in slots]
+        self._run([_prefill(request) for request in new], new)
+        for power in range(most.bit_length()):
+            for missed in {1 << power, min((1 << power) + 1, most)}:
+                rows = [ScheduledRow(slot, 1, 0, missed, False, missed, missed) for slot in slots]
+                self._run(rows)
+        self._run([], freed_slots=list(slots))
 
     def serve_wide(self, kinds: list[SamplingParams]) -> None:
         """Run steps of many rows that are not uniform, so that no graph selects their tokens.

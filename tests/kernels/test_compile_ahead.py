@@ -33,6 +33,7 @@ TARGET = LLAMA_8B | {
 DRAFTER = EAGLE3_8B | TARGET | {
     "architectures": EAGLE3_8B["architectures"], "num_hidden_layers": 1, "draft_vocab_size": 128,
     "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+    "num_attention_heads": 16,  # so that its attention is not the target's
 }  # fmt: skip
 
 

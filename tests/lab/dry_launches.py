@@ -83,6 +83,8 @@ class Counting(Executor):
 
 # Mixed steps: one request more than decodes run in them, and the tokens of the prompt beside them.
 MIXED = ((9, 17), (12, 64), (18, 100), (33, 33), (39, 30))
+# Numbers of tokens that a drafter has missed of each request.
+MISSED = (1, 2, 3, 4, 6, 10, 15, 31, 40, 64)
 
 
 def serve(
@@ -137,6 +139,27 @@ def serve(
         run(StepPlan(step_id + 4, freed_slots=[last]))
         run(StepPlan(step_id + 5, new_requests=[again], rows=[*decodes, prefill]))
     run(StepPlan(step_id + 6, freed_slots=slots))
+
+
+def catch_up(runner: Any, num_reqs: int, missed: list[int], step_id: int) -> None:
+    """Run a decode for each number in `missed`, of tokens that the drafter has missed of each of
+    `num_reqs` requests."""
+    blocks = [[1, 2, 3] for _ in runner.facts.kv_groups]
+    new = [NewRequest(slot, [0], 1, 0, blocks, KINDS[0]) for slot in range(num_reqs)]
+    plans = [
+        StepPlan(
+            step_id, new_requests=new, rows=[ScheduledRow(it.slot, 1, 0, 0, False, 0) for it in new]
+        )
+    ]
+    for at, count in enumerate(missed):
+        rows = [ScheduledRow(it.slot, 1, 0, count, False, count, count) for it in new]
+        plans.append(StepPlan(step_id + 1 + at, rows=rows))
+    plans.append(StepPlan(step_id + 1 + len(missed), freed_slots=list(range(num_reqs))))
+    for plan in plans:
+        runner.forward(plan)
+        handle = runner.sample(plan, None)
+        if handle.done() and (error := handle.error()) is not None:
+            raise error
 
 
 class Stages:
@@ -251,6 +274,10 @@ def launches(
             at = 1 + 10 * (len(batches) + 12)
             for index, (num_reqs, long_prompt) in enumerate(MIXED):
                 serve(runner, [2] * num_reqs, [KINDS[0]], at + 10 * index, False, long_prompt)
+            most = runner.facts.needs.max_deferred_tokens
+            missed = sorted({min(count, most) for count in MISSED}) if most else []
+            for index, num_reqs in enumerate((1, 3, 6, 11, 23, scheduler.max_num_seqs)):
+                catch_up(runner, num_reqs, missed, at + 100 * (1 + index))
             for index, kinds in enumerate(each_option(few)[: 4 if few else 12]):
                 serve(runner, [5, 3], kinds, 1 + 10 * (len(batches) + index), has_grammar=True)
     forget(counting)
