@@ -11,6 +11,7 @@ from ..claims.claims import LoweredClaim
 from ..scheduling.kv_blocks import BlockGroup
 from ..scheduling.state_snapshots import StateGroup
 from ..step.parts import RunnerFacts
+from ..step.traffic import expert_bytes
 from .load_target import LoadedTarget
 
 
@@ -47,5 +48,6 @@ def facts_of(
         startup_seconds=startup_seconds,
         limits=loaded.limits,
         state_group=state_group,
+        has_experts=expert_bytes(loaded.model)[0] > 0,
         lowered_claims=tuple(claim.backend for claim in lowered),
     )

@@ -35,6 +35,7 @@ class RunnerFacts:
     needs: SpeculatorNeeds  # of the drafter; NO_SPECULATION without one
     limits: StepLimits
     state_group: StateGroup | None = None  # None: the model has no recurrent layers
+    has_experts: bool = False  # a step reads the weights that its tokens choose
     startup_seconds: dict[str, float] = field(default_factory=dict)  # by phase; grows until ready
     # (requests, drafts of each) -> measured seconds of a step
     step_seconds: dict[tuple[int, int], float] = field(default_factory=dict)

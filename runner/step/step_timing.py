@@ -1,8 +1,10 @@
 """Measures the duration of a step at start-up, by its numbers of requests and of drafts.
 
 It runs whole steps of dummy requests through the model runner, including graphs, sampling and
-drafting. All rows have different tokens, since a model with experts reads those of each token.
-Their KV goes to blocks that no request owns yet; afterwards their slots are free again.
+drafting. A model with experts reads those of each token, so its requests must choose as many as
+real ones. Different tokens alone do not suffice: attention makes the rows of one context alike, and
+rows that are alike choose the same experts. So each of its requests has a context of its own. The
+KV goes to blocks that no request owns yet; afterwards the slots are free again.
 """
 
 from __future__ import annotations
@@ -25,6 +27,9 @@ _ALWAYS = 2  # cells that are measured even if that takes too long
 _GPU_STEPS, _CPU_STEPS = 4, 1  # timed steps of a cell, after one untimed step
 _IN_FLIGHT = 2  # steps, as in the engine
 _PROMPT_LEN = 8
+# In a longer context the drafts of a request choose fewer experts, as they are more alike. With
+# this many tokens they choose as many as with hundreds.
+_EXPERTS_PROMPT_LEN = 32
 
 
 class TimedRunner(SteppedRunner, Protocol):
@@ -41,8 +46,11 @@ def measure_steps(
     on_cpu = runner.facts.device == "cpu"
     deadline = time.monotonic() + (_CPU_SECONDS if on_cpu else _GPU_SECONDS)
     counts = (0, *config.speculative.draft_counts)
-    bench = _Bench(runner, _CPU_STEPS if on_cpu else _GPU_STEPS, counts, engines is None)
     limits = runner.facts.limits
+    prompt_len = _PROMPT_LEN if on_cpu or not runner.facts.has_experts else _EXPERTS_PROMPT_LEN
+    prompt_len = min(prompt_len, limits.max_num_batched_tokens)
+    num_steps = _CPU_STEPS if on_cpu else _GPU_STEPS
+    bench = _Bench(runner, num_steps, counts, prompt_len, engines is None)
     found: dict[tuple[int, int], float] = {}
     if not request_fits(runner.facts, bench.num_tokens):
         return found
@@ -84,40 +92,85 @@ class _Bench:
     """Runs dummy requests in the first slots."""
 
     def __init__(
-        self, runner: TimedRunner, num_steps: int, counts: Sequence[int], may_defer: bool
+        self,
+        runner: TimedRunner,
+        num_steps: int,
+        counts: Sequence[int],
+        prompt_len: int,
+        may_defer: bool,
     ) -> None:
         """`may_defer`: as in `DraftPlanner`."""
         self._runner, self._num_steps, self._may_defer = runner, num_steps, may_defer
+        self._prompt_len = prompt_len
         self._step_id = -1  # negative, unlike the ids of the scheduler's steps
+        self._num_contexts = 0  # of the first slots, whose prompts their blocks hold
         lookahead: int = runner.facts.needs.num_lookahead_tokens
         steps = (num_steps + 2) * sum(count + 1 for count in counts)
         # The most tokens of a request, including KV slots of drafts.
-        self.num_tokens = _PROMPT_LEN + steps + counts[-1] + 1 + lookahead
+        self.num_tokens = prompt_len + steps + counts[-1] + 1 + lookahead
 
     @contextmanager
     def requests(self, num_reqs: int) -> Iterator[None]:
         """A context with `num_reqs` requests that have finished their prompts."""
+        facts, known = self._runner.facts, self._prompt_len - 1
         sampling = SamplingParams(seed=0, max_tokens=self.num_tokens, temperature=0.0)
-        # All use the same blocks, as their results do not matter.
-        blocks = [
-            list(range(1, 1 - (-self.num_tokens // group.block_size)))
-            for group in self._runner.facts.kv_groups
-        ]
-        known = _PROMPT_LEN - 1  # as if the prefix cache held them
-        tokens = different_tokens(num_reqs * _PROMPT_LEN, self._runner.facts.vocab_size)
+        tokens = different_tokens(num_reqs * self._prompt_len, facts.vocab_size)
+        # Without experts the contents of a context do not matter.
+        num_ready = self._num_contexts if facts.has_experts else num_reqs
         new = [
-            NewRequest(slot, tokens[slot::num_reqs], _PROMPT_LEN, known, blocks, sampling)
+            NewRequest(
+                slot,
+                tokens[slot::num_reqs],
+                self._prompt_len,
+                known if slot < num_ready else 0,  # as if the prefix cache held them
+                self._blocks(slot),
+                sampling,
+            )
             for slot in range(num_reqs)
         ]
-        rows = [ScheduledRow(slot, 1, 0, known, False, known) for slot in range(num_reqs)]
-        plan = StepPlan(self._next_id(), new_requests=new, rows=rows)
-        self._runner.execute(plan).get()
-        self._bound = _PROMPT_LEN
+        for plan in self._prompts(new):
+            self._runner.execute(plan).get()
+        if facts.state_group is None:  # recurrent states are not in blocks
+            self._num_contexts = max(self._num_contexts, num_reqs)
+        self._bound = self._prompt_len
         try:
             yield
         finally:
             freed = StepPlan(self._next_id(), freed_slots=list(range(num_reqs)))
             self._runner.execute(freed).get()
+
+    def _blocks(self, slot: int) -> list[list[int]]:
+        """A request's blocks by KV group: its own, as long as there are some.
+
+        Without experts all requests use the same blocks, so that the start touches no more memory.
+        """
+        blocks = []
+        for group in self._runner.facts.kv_groups:
+            count = -(-self.num_tokens // group.block_size)
+            room = (group.num_blocks - 1) // count if self._runner.facts.has_experts else 1
+            first = 1 + slot % room * count
+            blocks.append(list(range(first, first + count)))
+        return blocks
+
+    def _prompts(self, new: Sequence[NewRequest]) -> Iterator[StepPlan]:
+        """Steps that compute the rest of all prompts; each computes as many as it has room for."""
+        budget, first, total = self._runner.facts.limits.max_num_batched_tokens, 0, 0
+        for at, request in enumerate(new):
+            rest = self._prompt_len - request.num_computed_tokens
+            if total + rest > budget:
+                yield self._entry(new[first:at])
+                first, total = at, 0
+            total += rest
+        yield self._entry(new[first:])
+
+    def _entry(self, new: Sequence[NewRequest]) -> StepPlan:
+        """A step that computes the rest of these prompts."""
+        known = [request.num_computed_tokens for request in new]
+        rows = [
+            ScheduledRow(request.slot, self._prompt_len - count, 0, count, False, 0)
+            for request, count in zip(new, known, strict=True)
+        ]
+        return StepPlan(self._next_id(), new_requests=list(new), rows=rows)
 
     def measure(self, num_reqs: int, num_drafts: int) -> float:
         """Seconds of a step, while the next one is prepared as in the engine."""

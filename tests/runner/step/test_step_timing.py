@@ -27,6 +27,8 @@ class SlowRunner:
             max_model_len=1000,
             vocab_size=50,
             limits=StepLimits(8, max_num_tokens),
+            has_experts=False,
+            state_group=None,
         )
         clock = SimpleNamespace(monotonic=lambda: self.now, perf_counter=lambda: self.now)
         monkeypatch.setattr(step_timing, "time", clock)
@@ -77,3 +79,29 @@ def test_a_size_of_which_no_step_fits_is_not_started(monkeypatch: pytest.MonkeyP
     runner = SlowRunner(monkeypatch, 0.001, max_num_tokens=7)
     found = measure_steps(runner, CONFIG)
     assert list(found) == [(1, 0), (1, 3), (4, 0), (2, 0)] and started(runner) == [1, 4, 2]
+
+
+@pytest.mark.parametrize(("num_blocks", "num_contexts"), [(100, 8), (30, 5)])
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_requests_of_a_model_with_experts_have_contexts_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, recurrent: bool, num_blocks: int, num_contexts: int
+) -> None:
+    """They share blocks only if the cache is too small, and compute a context only once if blocks
+    keep all of it."""
+    runner = SlowRunner(monkeypatch, 0.001)
+    runner.facts.has_experts = True
+    runner.facts.state_group = object() if recurrent else None
+    runner.facts.kv_groups = [SimpleNamespace(num_blocks=num_blocks, block_size=16)]
+    measure_steps(runner, CONFIG)
+    entries = [plan for plan in runner.plans if plan.new_requests]
+    assert all(sum(row.num_tokens for row in plan.rows) <= 64 for plan in entries)
+    new = [request for plan in entries for request in plan.new_requests]
+    assert [request.slot for request in new] == [0, *range(8), *range(4), *range(2)]
+    blocks = {request.slot: tuple(request.block_ids[0]) for request in new}
+    assert len(set(blocks.values())) == num_contexts == len({each[0] for each in blocks.values()})
+    assert all(1 <= min(each) and max(each) < num_blocks for each in blocks.values())
+    used = [block for each in set(blocks.values()) for block in each]
+    assert len(used) == len(set(used))
+    computed = [request.slot for request in new if not request.num_computed_tokens]
+    again = [*range(8), *range(4), *range(2)] if recurrent else range(1, 8)
+    assert computed == [0, *again]

@@ -11,7 +11,9 @@ import torch
 import transformers
 
 from slipstream.configs.schema import Config, SchedulerConfig, SpeculativeConfig
+from slipstream.runner.messages import SamplingParams
 from slipstream.runner.models import moe
+from slipstream.runner.scheduling.plan import NewRequest, ScheduledRow, StepPlan
 from slipstream.runner.step import step_timing
 from slipstream.runner.step.warm_up import different_tokens
 
@@ -68,6 +70,79 @@ def test_timed_rows_choose_as_many_experts_as_real_ones(
     assert set(touched[1]) == {TOP_K}
     for rows, expected in real.items():
         assert expected > 1.5 * TOP_K and mean(rows) > 0.8 * expected
+
+
+@pytest.fixture
+def dummy_folder(tmp_path: Path) -> Path:
+    """A model whose dummy weights make the rows of one context alike, as those of large models."""
+    transformers.Qwen3MoeConfig(
+        vocab_size=2000, hidden_size=512, num_hidden_layers=4, num_attention_heads=16, head_dim=32,
+        num_key_value_heads=4, max_position_embeddings=256, num_experts=64, num_experts_per_tok=4,
+        moe_intermediate_size=16, eos_token_id=None, bos_token_id=None,
+        architectures=["Qwen3MoeForCausalLM"],
+    ).save_pretrained(tmp_path)  # fmt: skip
+    return tmp_path
+
+
+def decode_real_requests(runner: Any, num_reqs: int, counts: tuple[int, ...]) -> None:
+    """Run three steps for each K of `counts`, of requests with different random prompts."""
+    generator, length, room = torch.Generator().manual_seed(1), 64, 12
+    sampling = SamplingParams(seed=0, max_tokens=64, temperature=0.0)
+    new = [
+        NewRequest(
+            slot, torch.randint(2000, (length,), generator=generator).tolist(), length, 0,
+            [list(range(1 + slot * room, 1 + slot * room + room))], sampling,
+        )
+        for slot in range(num_reqs)
+    ]  # fmt: skip
+    rows = [ScheduledRow(slot, length, 0, 0, False, 0) for slot in range(num_reqs)]
+    runner.execute(StepPlan(-1000, new_requests=new, rows=rows)).get()
+    table = runner.table
+    for step, k in enumerate(k for k in counts for _ in range(3)):
+        runner.synchronize()
+        with torch.inference_mode():
+            drawn = torch.randint(2000, (num_reqs, k + 1), generator=generator)
+            table.last_sampled_tokens[:num_reqs] = drawn[:, 0]
+            table.draft_tokens[:num_reqs, :k] = drawn[:, 1:]
+        rows = [ScheduledRow(slot, k + 1, k, length, False, 1) for slot in range(num_reqs)]
+        runner.execute(StepPlan(-1001 - step, rows=rows)).get()
+    runner.execute(StepPlan(-1100, freed_slots=list(range(num_reqs)))).get()
+
+
+def test_timed_requests_have_contexts_of_their_own(
+    dummy_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention makes the rows of one context alike, so that requests that share one would touch
+    few experts, however different their tokens are."""
+    touched: dict[int, list[int]] = defaultdict(list)  # rows of a step -> experts of each layer
+    select = moe.select_experts
+
+    def noted(*args: Any) -> Any:
+        weights, ids = select(*args)
+        touched[ids.shape[0]].append(ids.unique().numel())
+        return weights, ids
+
+    def means(rows: tuple[int, ...]) -> list[float]:
+        return [sum(touched[count]) / len(touched[count]) for count in rows]
+
+    num_reqs, rows = 12, (12, 48)
+    drafter = SpeculativeConfig(method="ngram", num_speculative_tokens=DRAFTS)
+    limits = {"max_num_seqs": num_reqs + 1, "max_num_batched_tokens": 1024}
+    cache = {"block_size": 8, "num_gpu_blocks_override": 200}
+    engine = TinyEngine(dummy_folder, drafter, load_format="dummy", scheduler=limits, cache=cache)
+    monkeypatch.setattr(step_timing, "_CPU_SECONDS", 1e6)
+    monkeypatch.setattr(step_timing, "_CPU_SIZES", (num_reqs,))
+    monkeypatch.setattr(step_timing, "_PROMPT_LEN", step_timing._EXPERTS_PROMPT_LEN)
+    monkeypatch.setattr(moe, "select_experts", noted)
+    runner: Any = engine.engine._runner
+    decode_real_requests(runner, num_reqs, (0, DRAFTS))
+    real = means(rows)
+    touched.clear()
+    config = Config(scheduler=SchedulerConfig(**limits), speculative=drafter)
+    step_timing.measure_steps(runner, config)
+    engine.close()
+    assert real[0] > 6 * 4 and real[1] < 0.95 * 64
+    assert means(rows) == pytest.approx(real, rel=0.1)
 
 
 def test_tokens_differ() -> None:
