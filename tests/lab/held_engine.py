@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from slipstream.configs.schema import Config
+from slipstream.kernels.compile_log import watch_compilations
 from slipstream.runner.engine.engine import join
 from slipstream.runner.engine.worker import tune_garbage_collector
 from slipstream.runner.messages import AbortRequests, AddRequest, SamplingParams
@@ -24,6 +25,7 @@ from slipstream.speculators.draft_length.controller import DraftController
 from slipstream.speculators.draft_length.step_costs import StepCosts
 
 Rates = tuple[float, ...]
+_IN_FLIGHT = 2  # steps of the engine
 
 
 def expected_tokens(rates: Rates, num_drafts: float) -> float:
@@ -142,11 +144,24 @@ class HeldEngine:
                     yield self._landed - before, step.stats
 
     def run(self, rates: Rates, tokens: float = 0.0, num_steps: int = 0) -> Phase:
-        """Run steps until they have yielded `tokens` expected tokens and number `num_steps`."""
+        """Run steps until they have yielded `tokens` expected tokens and number `num_steps`.
+
+        Steps during which a kernel was compiled are not counted, nor are those in flight after
+        them: a start should have compiled it, but no K is to blame. Prints the kernel's name.
+        """
         if self._drafts is not None:
             self.set_rates(rates)
-        phase = Phase(rates)
+        phase, left_out = Phase(rates), 0
+        log = watch_compilations()
+        known = len(log.compiled)
         for seconds, stats in self.steps():
+            if len(log.compiled) > known:
+                names = ", ".join(log.compiled[known:])
+                print(f"NOT COUNTED: a step of {1e3 * seconds:.0f} ms that compiled {names}")
+                known, left_out = len(log.compiled), _IN_FLIGHT
+            if left_out:
+                left_out -= 1
+                continue
             phase.add(seconds, stats)
             if phase.expected >= tokens and len(phase.steps) >= num_steps:
                 return phase

@@ -9,7 +9,8 @@ that the costs of K = 0 are part of "/off".
 
 The tokens per second are expected values, since luck alone changes a run at batch 1 by several per
 cent: a step of n requests that verified k drafts counts as n (1 + r1 + ... + rk) tokens, where r
-are the acceptance rates. The actual tokens per second are printed too. Prompts are not timed.
+are the acceptance rates. The actual tokens per second are printed too. Prompts are not timed, nor
+are steps that wait for the compilation of a kernel, which are reported.
 
 * Fixed K: one set of requests runs K = 0, 1, ... with good drafts and then ..., 1, 0 with poor
   ones, so that the mean context is the same for each K. The first steps after a change of K are not
