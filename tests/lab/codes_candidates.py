@@ -82,7 +82,7 @@ def _with_roles(name: str, shape: Shape, rows: int) -> Iterator[Codes]:
                 if gates == 2 and not by_group:
                     yield replace(choice, joined=1)
                 if height == 128 and 0 < 2 * (programs * split_k % 132) <= 132:
-                    yield replace(choice, halves=1)
+                    yield replace(choice, halves=1, stages=min(stages, 6))  # stores need some, too
                 if split_k > 1 and block_n == 128 and shape.role in ("o", "down"):
                     yield replace(choice, narrow=1)
 

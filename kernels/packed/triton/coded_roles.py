@@ -168,6 +168,20 @@ def _scaled(acc, of_x, scales, bias, n, is_n, part, ROW_GROUP: gl.constexpr, BIA
     return acc
 
 
+@gluon.constexpr_function
+def _stored_layout(columns):
+    """A thread has eight numbers of a row, and four threads follow each other, so that no thread
+    needs one from another group of four. The sums of a product lie so, too."""
+    later = [[0, 32 << i] for i in range((columns // 32).bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0], *later],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, columns],
+    )
+
+
 @gluon.jit
 def _store_coded(y, out, out_scales, block, m, is_m, out_bytes):
     """Store a group of 128 columns as codes with a scale for each row; see `packed.coded`."""
@@ -194,8 +208,8 @@ def consume(
     whole, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
     ROW_FLOATS: gl.constexpr, BY_GROUP: gl.constexpr, ROW_GROUP: gl.constexpr,
     PROMOTE: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr, MODE: gl.constexpr,
-    ACTIVATION: gl.constexpr, CODED: gl.constexpr, JOINED: gl.constexpr, HALVES: gl.constexpr,
-    DTYPE: gl.constexpr, PDL: gl.constexpr,
+    ACTIVATION: gl.constexpr, CODED: gl.constexpr, WIDE_STORES: gl.constexpr,
+    JOINED: gl.constexpr, HALVES: gl.constexpr, DTYPE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A consumer: multiplies 64 rows of each tile. Halves of tiles are the first consumer's."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
@@ -323,6 +337,13 @@ def consume(
             at = gl.cast(first + m, gl.int64)[:, None] * num_outputs + n[None, :]
             if RESIDUAL:
                 y = y + gl.load(residual + at, mask=inside, other=0.0).to(gl.float32)
+            if WIDE_STORES:
+                STORED: gl.constexpr = _stored_layout(BLOCK_N)
+                m = m_start + PART * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORED))
+                n = n_start + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, STORED))
+                inside = (m < num_rows)[:, None] & (n < num_outputs)[None, :]
+                at = gl.cast(first + m, gl.int64)[:, None] * num_outputs + n[None, :]
+                y = gl.convert_layout(y.to(out.dtype.element_ty), STORED)
             gl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
     if HALVES and PART == 1:  # the steps of a half need no product of this consumer
         _, _, _, _, count = _find_tile(

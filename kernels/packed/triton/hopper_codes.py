@@ -69,6 +69,7 @@ def _hopper_codes_kernel(
     MODE: gl.constexpr,
     ACTIVATION: gl.constexpr,
     CODED: gl.constexpr,  # the output is coded rows with scales of groups; BLOCK_N is 128
+    WIDE_STORES: gl.constexpr,  # numbers of 16 bits are stored by eight
     JOINED: gl.constexpr,  # gate and up are one product
     HALVES: gl.constexpr,  # tiles of the last round may be divided
     DTYPE: gl.constexpr,
@@ -101,7 +102,7 @@ def _hopper_codes_kernel(
                 role, x_scales, scales, bias, residual, out, out_scales, w_tiles, x_tiles, full,
                 empty, num_rows, num_outputs, steps, stride, part_steps, split_k, out_bytes, mine,
                 whole, BLOCK_N, CONSUMERS, STAGES, ROW_FLOATS, BY_GROUP, ROW_GROUP, PROMOTE, BIAS,
-                RESIDUAL, MODE, ACTIVATION, CODED, JOINED, HALVES, DTYPE, PDL,
+                RESIDUAL, MODE, ACTIVATION, CODED, WIDE_STORES, JOINED, HALVES, DTYPE, PDL,
             )) if role < CONSUMERS else (produce, (
                 w_source, x_source, w_boxes, x_boxes, full, empty, num_rows, num_outputs, steps,
                 part_steps, split_k, mine, whole, BLOCK_N, CONSUMERS, STAGES, GATES, HALVES, PDL,
@@ -153,6 +154,8 @@ def multiply(
         tiles=tiles,
         CONSUMERS=consumers,
         STAGES=choice.stages,
+        # forms that are neither were measured without
+        WIDE_STORES=(joined or halves) and result.element_size() == 2 and choice.block_n >= 32,
         JOINED=joined,
         HALVES=halves,
         CONSUMER=_CONSUMER,
