@@ -34,8 +34,22 @@ def rotary_attention(
     """
     can_fuse = rows.arrivals is not None and use_triton(query)
     can_fuse = can_fuse and (query.dim() == 4 or query.dtype == rule.dtype_of(kv_cache))
+
+    def fused(rows: PagedRows) -> Tensor | None:
+        """All of it in one kernel; None if the launch plan does not allow that."""
+        from .triton import rotary_attention as kernel
+        from .triton.attention_plan import plan_for, summed_inside
+
+        plan = plan_for(query, kv_cache, rows, rule)
+        if not plan.fused:
+            return None
+        plan = summed_inside(plan) if rotation.whole else plan
+        args = query, key, value, rotation, kv_cache, rows, rule, plan, out
+        result: Tensor = kernel.rotary_attention(*args)
+        return result
+
     if can_fuse and not rows.short_len:
-        result = _fused(query, key, value, rotation, kv_cache, rows, rule, out)
+        result = fused(rows)
         if result is not None:
             return result
     rotated = rotary_store_kv(query, key, value, rotation, kv_cache, rows.slot_mapping, rule.fp8)
@@ -43,31 +57,6 @@ def rotary_attention(
         # the fused kernel writes the keys and values of its requests once more
         short, long = rows.by_length()
         out = torch.empty_like(rotated) if out is None else out
-        if _fused(query, key, value, rotation, kv_cache, short, rule, out) is not None:
+        if fused(short) is not None:
             return paged_attention(rotated, kv_cache, long, rule, out)
     return paged_attention(rotated, kv_cache, rows, rule, out)
-
-
-def _fused(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rotation: Rotation,
-    kv_cache: Tensor,
-    rows: PagedRows,
-    rule: AttentionRule,
-    out: Tensor | None,
-) -> Tensor | None:
-    """All of it in one kernel; None if the launch plan does not allow that."""
-    from .triton import rotary_attention as fused
-    from .triton.attention_plan import plan_for, summed_inside
-
-    plan = plan_for(query, kv_cache, rows, rule)
-    if not plan.fused:
-        return None
-    if rotation.whole:
-        plan = summed_inside(plan)
-    result: Tensor = fused.rotary_attention(
-        query, key, value, rotation, kv_cache, rows, rule, plan, out
-    )
-    return result

@@ -39,26 +39,18 @@ def choose_backend(
 
     "auto" takes the first preferred back end that can run. A log line says which one and why.
     """
-    backend, why, refused = _first_usable(name, layers, device, batch_invariant)
+    backend, why, refused = first_usable(name, layers, device, batch_invariant)
     backend.batch_invariant = batch_invariant
     without = f" (not {'; not '.join(refused)})" if refused else ""
     logger.info("attention back end: %s, %s%s", backend.name, why, without)
     return backend
 
 
-def check_backend(
-    name: str,
-    layers: Sequence[AttentionLayer],
-    device: torch.device,
-    batch_invariant: bool = False,
-) -> None:
-    _first_usable(name, layers, device, batch_invariant)
-
-
-def _first_usable(
-    name: str, layers: Sequence[AttentionLayer], device: torch.device, batch_invariant: bool
+def first_usable(
+    name: str, layers: Sequence[AttentionLayer], device: torch.device, batch_invariant: bool = False
 ) -> tuple[AttentionBackend, str, list[str]]:
-    """The back end, the reason for choosing it, and what others refused."""
+    """The back end, the reason for choosing it, and what others refused. Raises
+    `UnusableBackend`."""
     candidates = _preferred(layers, device) if name == "auto" else [(name, "as configured")]
     if batch_invariant and is_card(device):
         if name not in ("auto", "triton"):

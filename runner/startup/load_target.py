@@ -14,7 +14,7 @@ from ...configs.model.model_config import context_length
 from ...configs.options import ConfigError
 from ...configs.schema import Config, StepLimits
 from ...kernels.device import card_of
-from ..attention.choice import check_backend
+from ..attention.choice import first_usable
 from ..attention.fp8_layers import by_layer_id, is_fp8, with_fp8_cache
 from ..batch.kv_cache import KVCacheGroup, KVLayout, StepLoad, fitting_block_size, make_groups
 from ..drafters.heads import FoundDrafter, HeadHost, find_configured, outline
@@ -123,7 +123,7 @@ def load_target(
         if is_fp8(config.cache.kv_cache_dtype):
             layers = with_fp8_cache(layers, fmt.dtype, {})
         if invariant or is_fp8(config.cache.kv_cache_dtype):
-            check_backend(config.graph.attention_backend, layers, device, invariant)
+            first_usable(config.graph.attention_backend, layers, device, invariant)
         groups = make_groups(layers)
         weights = weight_bytes(sketch, resolved, fmt) + drafter_bytes(drafter)
         limits, reason = _limits(config, fmt, resolved, weights, groups, max_model_len)

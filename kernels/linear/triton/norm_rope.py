@@ -77,25 +77,26 @@ def norm_tiles(size: int) -> tuple[int, int, int]:
     return block, per_program, 8 if block >= 4096 else 4
 
 
-def _launch_norm(
+def fused_add_rms_norm(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor,
     eps: float,
-    rows_of_residual: Tensor | None = None,
+    rows: Tensor | None = None,
     out: Tensor | None = None,
     stream: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """See `kernels.linear.norm_rope.fused_add_rms_norm`; without a `residual` it norms x alone."""
     size = x.shape[-1]
     assert x.stride(-1) == 1, "rows must be contiguous"
     parts, like = 0, x
     if residual is not None and x.dim() > residual.dim():
         assert x.is_contiguous()
         parts, like, x = x.shape[0], residual, x[0]
-    rows = x.unsqueeze(0) if x.dim() == 2 else x  # [A, B, H]
-    if rows.dim() != 3:
-        rows = x.reshape(1, -1, size)
-    num_rows = rows.shape[0] * rows.shape[1]
+    tokens = x.unsqueeze(0) if x.dim() == 2 else x  # [A, B, H]
+    if tokens.dim() != 3:
+        tokens = x.reshape(1, -1, size)
+    num_rows = tokens.shape[0] * tokens.shape[1]
     if out is None:
         shape = (num_rows, size) if residual is not None else like.shape
         out = torch.empty(shape, dtype=like.dtype, device=x.device)
@@ -108,24 +109,24 @@ def _launch_norm(
     if num_rows:
         block, per_program, num_warps = norm_tiles(size)
         _rms_norm_kernel[(triton.cdiv(num_rows, per_program),)](
-            rows,
+            tokens,
             others,
-            others if rows_of_residual is None else rows_of_residual,
+            others if rows is None else rows,
             weight,
             out,
             new_residual,
-            rows.stride(0),
-            rows.stride(1),
+            tokens.stride(0),
+            tokens.stride(1),
             size if residual is None else others.stride(0),
             size if residual is None else new_residual.stride(0),
             num_rows,
-            rows.shape[1],
+            tokens.shape[1],
             eps,
             SIZE=size,
             BLOCK=block,
             ROWS=per_program,
             ADD=residual is not None,
-            SELECT=rows_of_residual is not None,
+            SELECT=rows is not None,
             PARTS=parts,
             num_warps=num_warps,
             **pdl_options(out),
@@ -135,20 +136,7 @@ def _launch_norm(
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
     """See `kernels.linear.norm_rope.rms_norm`."""
-    return _launch_norm(x, None, weight, eps, out=out)[0]
-
-
-def fused_add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    rows: Tensor | None = None,
-    out: Tensor | None = None,
-    stream: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """See `kernels.linear.norm_rope.fused_add_rms_norm`; it does not change its inputs."""
-    return _launch_norm(x, residual, weight, eps, rows, out, stream)
+    return fused_add_rms_norm(x, None, weight, eps, out=out)[0]
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])

@@ -17,7 +17,7 @@ from slipstream.kernels.device import Card
 from slipstream.kernels.quant.e4m3 import E4M3
 from slipstream.runner.attention import choice, triton
 from slipstream.runner.attention.base import AttentionLayer
-from slipstream.runner.attention.choice import UnusableBackend, check_backend
+from slipstream.runner.attention.choice import UnusableBackend, first_usable
 from slipstream.runner.attention.flash_mla import FlashMLABackend
 from slipstream.runner.attention.flashinfer import FlashInferBuilder
 from slipstream.runner.attention.fp8_layers import (
@@ -71,7 +71,7 @@ def test_scales_of_decoder_layers_find_the_attention_layers_among_them() -> None
 def test_flash_mla_names_the_back_end_that_reads_fp8_rows() -> None:
     layer = replace(MLA, fp8=Fp8Cache(torch.bfloat16, latent=512))
     with pytest.raises(UnusableBackend, match="packed fp8 rows .*; use --attention-backend triton"):
-        check_backend("flash_mla", [layer], CPU)
+        first_usable("flash_mla", [layer], CPU)
 
 
 @pytest.mark.parametrize("layer", [GQA, MLA])
@@ -85,7 +85,7 @@ def test_auto_on_a_gpu_is_triton_or_nothing(
     (fp8,) = with_fp8_cache([layer], torch.bfloat16, {})
     words = r"compute capability 8\.9 or later .*A100 has 8\.0; use --kv-cache-dtype auto"
     with pytest.raises(UnusableBackend, match=words):
-        check_backend("auto", [fp8], CPU)
+        first_usable("auto", [fp8], CPU)
     assert TritonBackend.check([layer], CPU) is None
     monkeypatch.setattr(triton, "card_of", lambda device: Card("L4", (8, 9), 58))
     assert choice.choose_backend("auto", [fp8], CPU).name == "triton"
