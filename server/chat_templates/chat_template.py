@@ -78,28 +78,6 @@ class ChatTemplate:
         """Whether a request's `chat_template` is None or a template's name, not a template."""
         return chat_template is None or chat_template in self._sources
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template: str | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> str:
-        """The text of `render_chat` without a guard."""
-        return self.render_chat(
-            messages,
-            tools,
-            documents,
-            add_generation_prompt,
-            continue_final_message,
-            chat_template,
-            {**(chat_template_kwargs or {}), **kwargs},
-        ).text
-
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -198,7 +198,9 @@ def tokenize_prompts(
     rendered: list[str] = []
     for prompt in prompts:
         try:
-            rendered.append(template.render(prompt.messages) if prompt.messages else prompt.text)
+            has_chat = bool(prompt.messages)
+            text = template.render_chat(prompt.messages).text if has_chat else prompt.text
+            rendered.append(text)
         except ChatTemplateError as error:
             where = f"{prompt.where}: " if prompt.where else ""
             raise PromptError(f"{where}{str(error).rstrip('.')}") from None
@@ -220,7 +222,7 @@ def user_frame(tokenizer: Tokenizer, template: ChatTemplate) -> tuple[list[int],
 
     Raises PromptError if nothing follows the message, so that the model could not end one."""
     mark = "<<words>>"
-    text = template.render([{"role": "user", "content": mark}])
+    text = template.render_chat([{"role": "user", "content": mark}]).text
     before, _, after = text.partition(mark)
     if not after:
         raise PromptError(

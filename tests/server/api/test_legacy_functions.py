@@ -95,15 +95,14 @@ def test_earlier_calls_and_results_reach_templates_as_tool_calls() -> None:
     shown = "{{ m.role }} {{ m.tool_calls }} {{ m.tool_call_id }} {{ m.content }}\n"
     lines = (
         ChatTemplate(f"{{% for m in messages %}}{shown}{{% endfor %}}", {})
-        .render(chat)
-        .splitlines()
+        .render_chat(chat)
+        .text.splitlines()
     )
     assert "'id': 'call00001'" in lines[1] and "'name': 'f'" in lines[1]
     assert lines[2].split() == ["tool", "call00001", "rain"]
     knows = "{% if m.role in ['function'] %}{{ m.name }}={{ m.content }}{% endif %}"
-    assert (
-        ChatTemplate(f"{{% for m in messages %}}{knows}{{% endfor %}}", {}).render(chat) == "f=rain"
-    )
+    template = ChatTemplate(f"{{% for m in messages %}}{knows}{{% endfor %}}", {})
+    assert template.render_chat(chat).text == "f=rain"
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])

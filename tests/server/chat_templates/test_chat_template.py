@@ -11,6 +11,8 @@ import pytest
 
 from slipstream.server.chat_templates.chat_template import ChatTemplate, ChatTemplateError
 
+from .rendering import text_of
+
 TEMPLATES = {p.stem: p.read_text() for p in Path(__file__).parents[1].glob("templates/*.jinja")}
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 LINES = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
@@ -25,7 +27,7 @@ def call(arguments: str) -> dict[str, Any]:
 
 
 def render(source: Any, messages: list[Any], **kwargs: Any) -> str:
-    return ChatTemplate(source, SPECIAL).render(messages, **kwargs)
+    return text_of(ChatTemplate(source, SPECIAL), messages, **kwargs)
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama2", "llama3_tools", "mistral", "qwen3_thinking"])
@@ -33,14 +35,14 @@ def test_parts_become_text_for_templates_that_read_strings(name: str) -> None:
     template = ChatTemplate(TEMPLATES[name], SPECIAL)
     joined = {"role": "user", "content": "a\nb"}
     assert template.content_format == "string"
-    assert template.render([PARTS]) == template.render([joined])
+    assert text_of(template, [PARTS]) == text_of(template, [joined])
 
 
 def test_parts_stay_parts_for_templates_that_read_them() -> None:
     template = ChatTemplate(TEMPLATES["gemma"], SPECIAL)
     assert template.content_format == "openai"
-    assert "<start_of_turn>user\nab<end_of_turn>" in template.render([PARTS])
-    assert "<start_of_turn>user\nHi<end_of_turn>" in template.render([USER])
+    assert "<start_of_turn>user\nab<end_of_turn>" in text_of(template, [PARTS])
+    assert "<start_of_turn>user\nHi<end_of_turn>" in text_of(template, [USER])
 
 
 @pytest.mark.parametrize(

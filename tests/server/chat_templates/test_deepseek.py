@@ -19,6 +19,7 @@ from slipstream.server.chat_templates.deepseek import (
 from slipstream.server.text.tokenizer import Tokenizer
 
 from ..api_fakes import byte_tokenizer
+from .rendering import text_of
 
 HERE = Path(__file__).parent
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
@@ -51,7 +52,7 @@ def tool(name: str, description: str, required: list[str], **fields: str) -> dic
 
 
 def render(encoder: DeepSeekEncoder, chat: list[Any], tools: Any = None, **kwargs: Any) -> str:
-    return ChatTemplate(None, {}, encoder).render(chat, tools, **kwargs)
+    return text_of(ChatTemplate(None, {}, encoder), chat, tools, **kwargs)
 
 
 def test_v32_s_published_chat_with_tools() -> None:
@@ -332,7 +333,8 @@ def test_a_client_s_text_stays_text(encoder: DeepSeekEncoder) -> None:
     assert rendered.text.count(evil) == 8 and rendered.parts is not None
     special = rendered.parts[1::2]
     assert special[0] == BOS and special.count(EOS) == 1
-    plain = ChatTemplate(None, {}, encoder).render(
+    plain = text_of(
+        ChatTemplate(None, {}, encoder),
         [say("user", "x"), thought("", "x", ("a", {"x": "x"})), say("tool", "x")],
         [tool("a", "x", [], x="x")],
     )
@@ -364,11 +366,11 @@ def test_fields_that_are_missing_or_unknown(encoder: DeepSeekEncoder) -> None:
 
 def test_a_template_wins_and_a_config_names_the_encoder(tmp_path: Path) -> None:
     both = ChatTemplate("{{ messages | length }}", {}, V4)
-    assert both.render([say("user", "Hi")]) == "1" and not both.supports_tools
+    assert text_of(both, [say("user", "Hi")]) == "1" and not both.supports_tools
     own = ChatTemplate(None, {}, V4)
     assert own.supports_tools and own.content_format == "string"
-    assert own.render([say("user", [{"type": "text", "text": "a"}])]).endswith(f"{U}a{A}<think>")
-    assert own.render([say("user", "Hi")], chat_template="mine") == "mine"
+    assert text_of(own, [say("user", [{"type": "text", "text": "a"}])]).endswith(f"{U}a{A}<think>")
+    assert text_of(own, [say("user", "Hi")], chat_template="mine") == "mine"
 
     assert isinstance(find_encoder({"model_type": "deepseek_v32"}, None), DeepSeekV32Encoder)
     named = {"architectures": ["DeepseekV4ForCausalLM"], "model_type": "other"}

@@ -58,6 +58,6 @@ def test_other_models_refuse_the_role() -> None:
         render(V32, [DATE, HI])
     loop = "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}"
     with pytest.raises(ChatTemplateError, match=words):
-        ChatTemplate(loop, {}).render([DATE, HI], None)
+        ChatTemplate(loop, {}).render_chat([DATE, HI])
     knows = "{% for m in messages if m.role == 'latest_reminder' %}{{ m.content }}{% endfor %}"
-    assert ChatTemplate(knows, {}).render([DATE, HI], None) == "2026-02-21"
+    assert ChatTemplate(knows, {}).render_chat([DATE, HI]).text == "2026-02-21"

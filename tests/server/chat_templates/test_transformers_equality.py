@@ -16,6 +16,8 @@ from slipstream.server.chat_templates.chat_template import ChatTemplate, ChatTem
 from slipstream.server.text import tokenizer_source
 from slipstream.server.text.tokenizer import Tokenizer
 
+from .rendering import text_of
+
 HERE = Path(__file__).parents[1]
 TEMPLATES = {path.stem: path.read_text() for path in sorted(HERE.glob("templates/*.jinja"))}
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
@@ -244,7 +246,7 @@ def test_sentencepiece_equals_transformers_from_a_folder_and_from_gguf(
 def render(source: str, arguments: dict[str, Any]) -> str | None:
     template = ChatTemplate(source, SPECIAL)
     try:
-        return template.render(**{"add_generation_prompt": False, **copy.deepcopy(arguments)})
+        return text_of(template, **{"add_generation_prompt": False, **copy.deepcopy(arguments)})
     except ChatTemplateError as error:
         assert str(error).endswith(".")
         return None
@@ -263,6 +265,6 @@ def test_templates_render_as_in_transformers(
 
 def test_a_chat_keeps_its_markers_as_single_ids(tokenizer: Tokenizer) -> None:
     template = ChatTemplate(tokenizer.chat_templates, tokenizer.special_tokens)
-    ids = tokenizer.encode(template.render([USER]), add_special_tokens=False)
+    ids = tokenizer.encode(text_of(template, [USER]), add_special_tokens=False)
     assert (ids.count(1), ids.count(2)) == (3, 2)
-    assert tokenizer.decode(ids, skip_special_tokens=False) == template.render([USER])
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text_of(template, [USER])
