@@ -66,8 +66,8 @@ def tool_parser_class(name: str) -> type[ToolParser]:
 def detect_tool_parser(chat_template: str | None, supports_tools: bool = True) -> str | None:
     """The tool-call format that a chat template uses, or None if it uses none that is known.
 
-    For a template that does not show tools it is hermes, the format in which `ChatTemplate.render`
-    then describes them.
+    For a template that does not show tools it is hermes, the format in which
+    `ChatTemplate.render_chat` then describes them.
     """
     if not supports_tools:
         return "hermes"
