@@ -71,26 +71,11 @@ def all_options() -> dict[str, Option]:
 def section_options(section: str, cls: type) -> list[Option]:
     """The options that the dataclass `cls` declares with `schema.option`."""
     hints = get_type_hints(cls)
-    options = []
-    for field in dataclasses.fields(cls):
-        meta = field.metadata
-        if "doc" not in meta:  # declared with `schema.internal`
-            continue
-        kind, many, optional = _shape(hints[field.name])
-        options.append(
-            Option(
-                field.name,
-                section,
-                kind,
-                many,
-                optional,
-                field.default,
-                meta["doc"],
-                meta["choices"],
-                meta["short"],
-            )
-        )
-    return options
+    return [
+        Option(field.name, section, *_shape(hints[field.name]), field.default, **field.metadata)
+        for field in dataclasses.fields(cls)
+        if "doc" in field.metadata  # the others are declared with `schema.internal`
+    ]
 
 
 def _shape(hint: Any) -> tuple[type, bool, bool]:
