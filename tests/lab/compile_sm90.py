@@ -60,7 +60,7 @@ def attention() -> None:
         if rule.fp8 is not None:
             row = rule.cache_row(dim)
             cache = t(*cache.shape[:-1], row, dtype=torch.float8_e4m3fn)
-        run(query, cache, PagedRows(*where), rule, splits)
+        run(query, cache, PagedRows(*where), rule, splits=splits)
         if (dim, queries, dtype) == (128, 200, BF16):
             hopper = module("hopper_prefill").hopper_prefill
             for window in (None, 512):

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from slipstream.kernels.attention import mla
 
+from ..counted_kernel import CountedKernel
+
 pytestmark = pytest.mark.usefixtures("triton_interpreter")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}  # the interpreter has no bf16 product
 
@@ -55,17 +57,10 @@ def test_the_public_functions_take_triton_for_few_rows_alone(
     from slipstream.kernels.attention.triton import mla as kernels
 
     monkeypatch.setenv("SLIPSTREAM_TRITON", "1")
-    calls = []
-    project = kernels.project_heads
-
-    def counted(x: Tensor, weight: Tensor, fixed: bool) -> Tensor:
-        calls.append(tuple(x.shape))
-        out: Tensor = project(x, weight, fixed)
-        return out
-
-    monkeypatch.setattr(kernels, "project_heads", counted)
+    counted = CountedKernel(kernels._project_heads_kernel)
+    monkeypatch.setattr(kernels, "_project_heads_kernel", counted)
     w_uk, w_uv = torch.randn(2, 16, 32), torch.randn(2, 16, 32)
-    for rows in (3, 257):
+    for rows, launches in ((3, 2), (257, 2)):
         query, latent = torch.randn(rows, 2, 16), torch.randn(rows, 2, 32)
         torch.testing.assert_close(
             mla.absorb_query(query, w_uk), mla.project_heads_reference(query, w_uk),
@@ -75,4 +70,4 @@ def test_the_public_functions_take_triton_for_few_rows_alone(
             mla.expand_value(latent, w_uv), mla.project_heads_reference(latent, w_uv.mT),
             rtol=1e-4, atol=1e-4,
         )  # fmt: skip
-    assert calls == [(3, 2, 16), (3, 2, 32)]
+        assert counted.launches == launches

@@ -19,6 +19,7 @@ from slipstream.runner.models import moe
 from slipstream.runner.models.registry import build_model
 
 from ...cases import some
+from ...kernels.counted_kernel import CountedKernel
 from ..model_harness import CPU, Sequences
 
 pytestmark = [
@@ -160,15 +161,9 @@ def test_one_row_runs_five_kernels_a_layer(monkeypatch: pytest.MonkeyPatch) -> N
 
     model = make_model("Llama", torch.float16, Chooser())
     monkeypatch.setenv("SLIPSTREAM_TRITON", "1")
-    norms: list[int] = []
-    launch = norm_rope._launch_norm
-
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        norms.append(1)
-        return launch(*args, **kwargs)
-
-    monkeypatch.setattr(norm_rope, "_launch_norm", noted)
+    norms = CountedKernel(norm_rope._rms_norm_kernel)
+    monkeypatch.setattr(norm_rope, "_rms_norm_kernel", norms)
     Sequences(model, 1, 16, 16, TritonBackend()).step([(0, [7])])
-    assert len(norms) == 1  # the final one
+    assert norms.launches == 1  # the final one
     Sequences(model, 1, 16, 16, TritonBackend()).step([(0, [7, 8])])
-    assert len(norms) == 1 + 2 * 2 + 1
+    assert norms.launches == 1 + 2 * 2 + 1
