@@ -285,7 +285,7 @@ def plan_drafts(facts: DraftFacts, config: Config) -> DraftPlanner | None:
         counts,
         seats,
         # With several ranks a step's duration also depends on the others, so it corrects no guess.
-        StepCosts(facts.step_seconds, most, is_trusted=not (trims and alone)),
+        StepCosts(facts.step_seconds, most, not (trims and alone), alone),
         needs.per_request_drafts,
         Watchdog(spec.method) if watched else None,
     )

@@ -181,7 +181,7 @@ class DraftController:
             if not best:
                 self._probe.ended(self._num_drafting, 1.0 - float(speed[present] / speed[0]))
             elif not self._current:
-                self._num_drafting = 0
+                self._num_drafting = 0 if self._probe.is_recent else LASTING
             self._current, self._stayed = best, 0
             present = best
         return DraftLength(present, "gain" if present else "no_gain")

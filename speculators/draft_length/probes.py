@@ -29,6 +29,7 @@ class Probe:
     def __init__(self) -> None:
         self.begins = False  # whether the last step that `is_due` accepted is the first of a probe
         self._gap, self._waited, self._left = 0, 0, 0
+        self._since = _MIN_GAP  # steps without drafts since the last probe
         self._vain = 0.0  # steps to wait to make up for the last drafting
 
     def is_due(self, num_reqs: int, lost: float) -> bool:
@@ -41,18 +42,25 @@ class Probe:
             self._left -= 1
             return True
         self._waited += 1
+        self._since += 1
         steps = -(-_PROBE_ROWS // num_reqs)
         least = steps * max(lost, _LEAST_LOSS) / _PROBE_SHARE
         if self._waited < max(self._gap, _MIN_GAP, least, self._vain):
             return False
-        self._waited, self._left, self.begins = 0, steps - 1, True
+        self._waited, self._left, self._since, self.begins = 0, steps - 1, 0, True
         self._gap = min(max(2 * self._gap, _MIN_GAP), _MAX_GAP)
         self._vain = 0.0
         return True
 
+    @property
+    def is_recent(self) -> bool:
+        """Whether a probe has ended so recently that drafting which begins now is its doing, and
+        not that of a cost which turned out wrong."""
+        return self._since < _MIN_GAP
+
     def ended(self, num_steps: int, lost: float) -> None:
         """Drafting has ended after `num_steps`; each lost the share `lost` of its time."""
-        self._waited = 0
+        self._waited, self._since = 0, _MIN_GAP
         if num_steps >= LASTING:
             self._gap = 0
         else:

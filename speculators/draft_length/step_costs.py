@@ -1,7 +1,8 @@
 """Estimates the duration of a step from its number of requests and of drafts per request.
 
 It starts from the measurements at start-up, interpolates the rest, and follows the duration of real
-steps. It knows nothing about acceptance.
+steps. If the first real steps of a size contradict its measurement, it moves all costs that no real
+step has confirmed. It knows nothing about acceptance.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ _SHARED = 0.3  # share of that by which all other cells move: a longer context s
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # numbers of requests that have cells of their own
 _OUTLIER = 0.2  # larger differences (of logarithms) count as this
 _ENOUGH = 4  # real steps that replace a guessed cost
+_COMPARED = 3  # the first real steps of a cell, which are compared with a trusted measurement
+_SURPRISE = 0.15  # if they differ by more (in logarithms), the measurement was wrong
 _LAPSE = 0.4  # if a cell has moved by more (in logarithms) since then, the others are guesses again
 
 
@@ -49,11 +52,13 @@ class StepCosts:
         measured: Mapping[tuple[int, int], float],
         max_drafts: int,
         is_trusted: bool = True,
+        is_alone: bool = True,
     ) -> None:
         """`measured`: (N, K) -> seconds, any subset; empty = only the cost model.
 
         Without `is_trusted` the measurements are guesses until a few real steps replace them,
-        because other work on this machine may have disturbed them.
+        because other work on this machine may have disturbed them. Without `is_alone` the duration
+        of a step also depends on other engines, so that no single step contradicts a measurement.
         """
         sizes = sorted({size for size, _ in measured})
         self.is_known = bool(measured)  # whether costs are in seconds
@@ -71,6 +76,12 @@ class StepCosts:
         # Factors that real steps suggest for cells that are guesses.
         self._wanted: dict[tuple[int, int], list[float]] = defaultdict(list)
         self._decided = np.full(self._seconds.shape, np.nan)  # factors when they were replaced
+        # Of trusted measurements: which ones the first real steps of their cell have confirmed or
+        # replaced, and by how much (in logarithms) the others were raised because one was wrong.
+        self._compares = is_trusted and is_alone and self.is_known
+        self._is_confirmed = np.zeros(self._seconds.shape, dtype=bool)
+        self._raised = np.zeros_like(self._seconds)
+        self._was_wrong = False
         self._prompts = PromptRows(measured)
         self.num_learned = 0  # real steps that taught something about a guess
 
@@ -135,6 +146,10 @@ class StepCosts:
                 self._learn(cell, float(self._factors[cell]) + difference)
             if guessed:
                 return
+            if self._compares:
+                new = [(row, steady) for row in rows if not self._is_confirmed[row, steady]]
+                if any([self._compare(cell, difference) for cell in new]):
+                    return
         step = _RATE * min(max(difference, -_OUTLIER), _OUTLIER)
         shared = np.where(self._is_certain, _SHARED * step, step)
         for row in rows:
@@ -160,6 +175,49 @@ class StepCosts:
         self._is_certain[cell] = True
         self._decided[cell] = self._factors[cell]
 
+    def _compare(self, cell: tuple[int, int], difference: float) -> bool:
+        """Compare a real step with a trusted measurement; True if nothing else may learn from it.
+
+        difference: of the step to the believed cost, in logarithms.
+        """
+        row, believed = cell[0], float(self._factors[cell] - self._raised[cell])
+        wanted = self._wanted[cell]
+        wanted.append(believed + difference)
+        if len(wanted) < _COMPARED:
+            return abs(difference) > _SURPRISE
+        change = median_low(wanted) - float(self._factors[cell])
+        wanted.clear()
+        is_first = not self._is_confirmed[row].any()
+        is_wrong = abs(change) > _SURPRISE
+        if is_wrong or self._raised[cell]:
+            self._factors[cell] += change
+        self._is_confirmed[cell], self._raised[cell] = True, 0.0
+        if is_first and is_wrong:
+            self._move_others(row, change)
+        elif self._was_wrong and not is_first:
+            self._interpolate(row)
+        return True
+
+    def _move_others(self, row: int, change: float) -> None:
+        """The first cell of a size was wrong by `change`: the others probably are, too.
+
+        Perhaps they are not. Where they rise, `_corrected` believes the measurement until real
+        steps refute it, because a K that seems too expensive would never be tried.
+        """
+        others = ~self._is_confirmed
+        if self._was_wrong:  # the other sizes have moved before
+            others[:row], others[row + 1 :] = False, False
+        self._factors[others] += change
+        self._raised[others] += max(change, 0.0)
+        self._was_wrong = True
+
+    def _interpolate(self, row: int) -> None:
+        """Correct the costs between two confirmed ones of a size, by values between theirs."""
+        known = np.flatnonzero(self._is_confirmed[row])
+        between = np.arange(known[0], known[-1] + 1)
+        self._factors[row, between] = np.interp(between, known, self._factors[row, known])
+        self._raised[row, between] = 0.0
+
     def _check(self, cell: tuple[int, int]) -> None:
         """If a cell has moved far since its guess was replaced, treat the others as guesses again:
         they have probably moved too."""
@@ -178,7 +236,10 @@ class StepCosts:
         return min(bisect_left(self._sizes, num_reqs), len(self._sizes) - 1)
 
     def _corrected(self, index: int) -> np.ndarray:
-        corrected: np.ndarray = self._seconds[index] * np.exp(self._factors[index])
+        factors = self._factors[index] - self._raised[index]
+        corrected: np.ndarray = self._seconds[index] * np.exp(factors)
+        if self._was_wrong:  # more drafts cost at least as much
+            np.maximum.accumulate(corrected, out=corrected)
         return corrected
 
 

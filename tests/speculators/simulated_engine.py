@@ -23,8 +23,13 @@ H100 = {
     128: (7.77, 10.1, 13.2, 15.9),
     256: (10.65, 16.3, 24.0, 30.1),
 }
+# A model with 128 experts and an EAGLE-3 head on an H200: milliseconds of real steps, and of steps
+# of requests that share a context, and so the experts that it chooses.
+EXPERTS = {32: (13.6, 14.5, 15.4, 15.6), 128: (16.8, 18.4, 20.8, 22.0)}
+EXPERTS_AT_START = {32: (4.48, 6.35, 8.43, 8.43), 128: (7.52, 12.3, 12.9, 15.8)}
 K = 3
 GOOD, FAIR, POOR = (0.8, 0.75, 0.7), (0.5, 0.45, 0.4), (0.06, 0.05, 0.05)
+Seconds = Callable[[int, float], float]  # (requests, drafts of each) -> seconds of a step
 Law = Callable[[float], tuple[float, ...]]  # share of the run -> chance of each position
 LAWS: dict[str, Law] = {
     "good": lambda at: GOOD,
@@ -73,14 +78,16 @@ class Run:
         return sum(a != b for a, b in zip(kept, kept[1:], strict=False))
 
 
-def fixed_speed(law: Law, num_reqs: int, k: int, num_steps: int) -> float:
+def fixed_speed(
+    law: Law, num_reqs: int, k: int, num_steps: int, seconds: Seconds = true_seconds
+) -> float:
     """The mean tokens per second of a fixed K."""
     laws = Counter(law(step / num_steps) for step in range(num_steps))
     tokens = sum(
         times * (1 + sum(np.prod(chances[: j + 1]) for j in range(k)))
         for chances, times in laws.items()
     )
-    return float(num_reqs * tokens / (num_steps * true_seconds(num_reqs, k)))
+    return float(num_reqs * tokens / (num_steps * seconds(num_reqs, k)))
 
 
 @dataclass
@@ -99,6 +106,7 @@ def simulate(
     chooser: DraftController,
     num_steps: int,
     traffic: Traffic | None = None,
+    seconds: Seconds = true_seconds,
 ) -> Run:
     """Simulate two steps in flight: K is chosen before the previous step has landed."""
     random, traffic = np.random.default_rng(num_reqs), traffic or Traffic()
@@ -119,7 +127,7 @@ def simulate(
     for step in range(num_steps):
         choice = chooser.choose(slots)
         accepted = np.minimum(matches[step], real[k])
-        took = true_seconds(num_reqs, means[k]) * traffic.slowed(step)
+        took = seconds(num_reqs, means[k]) * traffic.slowed(step)
         run.tokens += num_reqs + int(accepted.sum())
         run.seconds += took
         run.chosen.append(choice.num_drafts)

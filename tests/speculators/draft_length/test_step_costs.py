@@ -9,6 +9,8 @@ from slipstream.speculators.draft_length.step_costs import StepCosts
 
 from ...cases import some
 from ..simulated_engine import (
+    EXPERTS,
+    EXPERTS_AT_START,
     GOOD,
     H100,
     LAWS,
@@ -55,6 +57,63 @@ def test_measurements_beside_other_work_are_put_right_soon(
     assert run.speed >= 0.97 * speeds[best]
     assert costs.is_certain(num_reqs, 0) and costs.is_certain(num_reqs, best)
     assert costs.seconds(num_reqs, best) == pytest.approx(true_seconds(num_reqs, best), rel=0.1)
+
+
+def of_experts(num_reqs: int, num_drafts: float) -> float:
+    return float(np.interp(num_drafts, range(K + 1), EXPERTS[num_reqs])) / 1000
+
+
+def to_best(law: Law, num_reqs: int, costs: dict[tuple[int, int], float], steps: int) -> float:
+    """The speed of a run that begins with these costs, as a share of the best fixed K's."""
+    chooser = controller(num_reqs, StepCosts(costs, K))
+    run = simulate(law, num_reqs, chooser, steps, seconds=of_experts)
+    fixed = [fixed_speed(law, num_reqs, k, steps, of_experts) for k in range(K + 1)]
+    return run.speed / max(fixed)
+
+
+@pytest.mark.parametrize("num_reqs", [32, 128])
+@pytest.mark.parametrize("name", ["good", "poor"])
+def test_a_start_that_measured_too_few_experts_is_put_right(name: str, num_reqs: int) -> None:
+    """Whether all of its costs are too low by the same factor, or by different ones."""
+    cells = [(n, k) for n in EXPERTS for k in range(K + 1)]
+    shared = {(n, k): EXPERTS_AT_START[n][k] / 1000 for n, k in cells}
+    third = {cell: of_experts(*cell) / 3 for cell in cells}
+    for wrong in (shared, third):
+        assert to_best(LAWS[name], num_reqs, wrong, 240) >= 0.975
+
+
+@pytest.mark.parametrize("num_reqs", [32, 128])
+def test_drafting_after_a_wrong_cost_is_no_probe_in_vain(num_reqs: int) -> None:
+    """K = 0 seems cheap until it is chosen. If its cost then ends that, and poor drafts end the
+    drafting soon after, the next probes must not wait."""
+    wrong = {(n, k): of_experts(n, k) * (1.0 if k else 0.67) for n in EXPERTS for k in range(K + 1)}
+    law: Law = lambda at: POOR if 1 / 3 <= at < 2 / 3 else GOOD  # noqa: E731
+    assert to_best(law, num_reqs, wrong, 240) >= 0.97
+
+
+def test_the_first_steps_of_a_size_move_all_costs_that_are_not_confirmed() -> None:
+    costs = StepCosts(measured(), K)
+    for seconds in (0.5, 1.0, 2.0):  # measured times, of three drafts; the middle one counts
+        costs.refine(64, 3, seconds * 2 * H100[64][3] / 1000, steady=3)
+    assert costs.seconds(64, 3) == pytest.approx(2 * H100[64][3] / 1000)
+    # Those that rise are believed to be as measured until a real step says what they are.
+    assert costs.seconds(64, 0) == pytest.approx(H100[64][0] / 1000)
+    for _ in range(3):
+        costs.refine(64, 0, 1.5 * H100[64][0] / 1000, steady=0)
+    assert costs.seconds(64, 0) == pytest.approx(1.5 * H100[64][0] / 1000)
+    for k in (1, 2):  # between two confirmed ones
+        factor = costs.seconds(64, k) / (H100[64][k] / 1000)
+        assert 1.5 < factor < 2.0
+    for _ in range(3):  # another size that was measured right
+        costs.refine(8, 3, H100[8][3] / 1000, steady=3)
+    assert costs.seconds(8, 3) == pytest.approx(H100[8][3] / 1000, rel=0.01)
+
+
+def test_steps_of_several_engines_contradict_no_measurement() -> None:
+    costs = StepCosts(measured(), K, is_alone=False)
+    for _ in range(3):
+        costs.refine(64, 3, 2 * H100[64][3] / 1000, steady=3)
+    assert costs.seconds(64, 3) < 1.1 * H100[64][3] / 1000
 
 
 HARD_TO_TELL = [
