@@ -159,15 +159,13 @@ class _Steps:
     def catch_up(self, num_reqs: int, most: int) -> None:
         """Run decodes of requests whose drafter has missed up to `most` tokens of each.
 
-        Powers of two, and one more, cover every tile of its attention over the missed tokens.
+        Powers of two cover every tile of its attention over the missed tokens.
         """
         slots = range(num_reqs)
         new = [self._new_request(slot, 1, _KINDS[0]) for slot in slots]
         self._run([_prefill(request) for request in new], new)
-        for power in range(most.bit_length()):
-            for missed in {1 << power, min((1 << power) + 1, most)}:
-                rows = [ScheduledRow(slot, 1, 0, missed, False, missed, missed) for slot in slots]
-                self._run(rows)
+        for missed in [1 << power for power in range(most.bit_length())]:
+            self._run([ScheduledRow(slot, 1, 0, missed, False, missed, missed) for slot in slots])
         self._run([], freed_slots=list(slots))
 
     def serve_wide(self, kinds: list[SamplingParams]) -> None:
