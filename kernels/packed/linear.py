@@ -34,10 +34,6 @@ from .kinds import (
     fits_small_groups,
 )
 
-# Whether rows that torch multiplies with fp8 are coded as norms and gates code them, which reads
-# them once; not until a GPU has measured it.
-CODES_ONCE = False
-
 
 def packed_linear(
     x: Tensor,
@@ -91,7 +87,7 @@ def _quantised_linear(
     dtype = torch.float8_e4m3fn if weight.kind == "fp8" else torch.int8
     codes = weight.words.view(dtype)  # [N, columns padded to whole spans]
     scales, planar = weight.scales, Coding(weight.columns, False, planar=True)
-    if CODES_ONCE and not is_coded(x) and weight.kind == "fp8" and weight.row_group == 1:
+    if not is_coded(x) and weight.kind == "fp8" and weight.row_group == 1:
         out_dtype = x.dtype
         x = code_rows(x, planar) if norm is None else norm_and_code(x, None, *norm, planar)[0]
         norm = None
@@ -101,7 +97,7 @@ def _quantised_linear(
     elif weight.row_group > 1:
         x_codes, x_scales = quantise_blocks(_normed(x, norm), codes.shape[1])
     else:
-        x_codes, x_scales = quantise_rows(_normed(x, norm), codes.shape[1], dtype)
+        x_codes, x_scales = quantise_rows(_normed(x, norm), codes.shape[1])
     if dtype == torch.int8:
         sums = torch._int_mm(x_codes, codes.T)
         return rescale(sums, x_scales, weight.scales[0], bias, residual, x.dtype)

@@ -13,7 +13,7 @@ kernels in CUDA graphs over copies of the weights that do not fit the cache:
 - `torch._scaled_mm` alone, of rows that are quantised already, with its plain output (`torch`);
 - torch's product with weights in bf16, alone (`bf16`);
 - with more than 256 rows, torch's product in a step (`around`): a gated layer then has a second
-  kernel that gates and codes, and o a first one that codes. `once` is o with `CODES_ONCE`. For
+  kernel that gates and codes, and o a first one that codes. For
   gates by roles, `plain` is a kernel that writes numbers, and another that codes them. At the end
   of these rows both layers of the feed-forward part are added, in each way of computing them;
 - each candidate of `Codes`, of the kernel without roles (`codes`) and with them (`roles`), as
@@ -256,7 +256,7 @@ class Measurement:
         print(
             f"{name:6} {line['layer']:18} {rows:3}  bytes {least:5.1f}  bf16 {line['bf16 us']:5.1f}"
             f"  before {before_us or 0:5.1f}  torch {line['torch us'] or 0:5.1f}",
-            *(f" {key} {line[key]:.1f}" for key in ("around", "once", "plain") if key in line),
+            *(f" {key} {line[key]:.1f}" for key in ("around", "plain") if key in line),
             *(summary(form, line["found"], least) for form in self.forms),
             flush=True,
         )

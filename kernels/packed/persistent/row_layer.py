@@ -19,13 +19,12 @@ from .row_weights import RowLayer
 
 
 def row_layers_wanted() -> bool:
-    """Whether models use it: they do with SLIPSTREAM_ROW_LAYER=1.
+    """Whether models use it: they do, unless SLIPSTREAM_ROW_LAYER=0.
 
-    It is off by default, because no GPU has run a whole model with its newest form yet. Processes
-    that share a GPU by MPS must leave it off, because each of two launches could keep
+    Processes that share a GPU by MPS must turn it off, because each of two launches could keep
     multiprocessors that the other waits for.
     """
-    return os.environ.get("SLIPSTREAM_ROW_LAYER") == "1"
+    return os.environ.get("SLIPSTREAM_ROW_LAYER") != "0"
 
 
 def multiply_row(

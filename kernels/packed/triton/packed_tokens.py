@@ -15,12 +15,11 @@ from ...launch import hash_functions, pdl_options, wait_for_inputs
 @triton.jit
 def _quantise_kernel(
     x,  # [M, K]
-    codes,  # [M, KP] float8_e4m3fn or int8, columns in the order of the bytes of packed words
+    codes,  # [M, KP] int8, columns in the order of the bytes of packed words
     scales,  # [M] float32
     K,
     KP,
     BLOCK: tl.constexpr,  # bytes in a step: a multiple of 128
-    INT8: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -30,17 +29,14 @@ def _quantise_kernel(
         at = start + tl.arange(0, BLOCK)
         value = tl.load(x + row * K + at, mask=at < K, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.abs(value))
-    LIMIT: tl.constexpr = 127.0 if INT8 else 448.0
-    scale = tl.maximum(tl.max(largest), 1e-12) / LIMIT
+    scale = tl.maximum(tl.max(largest), 1e-12) / 127.0
     tl.store(scales + row, scale)
     for start in range(0, KP, BLOCK):
         byte = start + tl.arange(0, BLOCK)
         # byte 2 j + i of a span of 128 is column 64 i + j
         at = byte // 128 * 128 + byte % 2 * 64 + byte % 128 // 2
         value = tl.load(x + row * K + at, mask=at < K, other=0.0).to(tl.float32) / scale
-        if INT8:
-            value = tl.floor(value + 0.5)
-        code = value.to(codes.dtype.element_ty)
+        code = tl.floor(value + 0.5).to(codes.dtype.element_ty)
         tl.store(codes + row * KP + byte, code, mask=byte < KP)
 
 
@@ -96,26 +92,17 @@ def _rescale_kernel(
     tl.store(out + row * N + n, y.to(out.dtype.element_ty), mask=inside)
 
 
-def quantise_rows(x: Tensor, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Rows of x [M, K] as codes [M, columns] of `dtype` and scales [M, 1] float32.
+def quantise_rows(x: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """Rows of x [M, K] as int8 codes [M, columns] and scales [M, 1] float32.
 
     Columns have the order of the bytes of packed words, and are padded with zeros. The scale maps
-    a row's largest magnitude to 448 (float8_e4m3fn) or 127 (int8).
+    a row's largest magnitude to 127.
     """
     rows = x.shape[0]
-    codes = torch.empty(rows, columns, dtype=dtype, device=x.device)
+    codes = torch.empty(rows, columns, dtype=torch.int8, device=x.device)
     scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
-    is_int8 = dtype == torch.int8
     _quantise_kernel[(rows,)](
-        x,
-        codes,
-        scales,
-        x.shape[1],
-        columns,
-        BLOCK=1024,
-        INT8=is_int8,
-        num_warps=4,
-        **pdl_options(x),
+        x, codes, scales, x.shape[1], columns, BLOCK=1024, num_warps=4, **pdl_options(x)
     )
     return codes, scales
 

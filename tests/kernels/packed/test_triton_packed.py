@@ -261,18 +261,16 @@ def test_many_rows_use_a_copy_with_every_number(name: str) -> None:
         assert torch.equal(widen(tile(packed), dtype, ids), packed.rows(ids, dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_rows_are_quantised_in_the_order_of_the_words(dtype: torch.dtype) -> None:
+def test_rows_are_quantised_in_the_order_of_the_words() -> None:
     from slipstream.kernels.packed.triton.packed_tokens import quantise_rows
 
     x = torch.randn(3, 200).half()
-    codes, scales = quantise_rows(x, 256, dtype)
-    kind = "int8" if dtype == torch.int8 else "fp8"
-    weight = tile(PackedWeight(kind, torch.zeros(3, 200).to(dtype), torch.ones(3, 1), 200, 200))
+    codes, scales = quantise_rows(x, 256)
+    numbers = torch.zeros(3, 200, dtype=torch.int8)
+    weight = tile(PackedWeight("int8", numbers, torch.ones(3, 1), 200, 200))
     words = replace(weight, words=codes.view(torch.int16), scales=scales.T)
-    bound = 60_000 if kind == "fp8" else 10_000  # the interpreter truncates fp8
-    close(words.dequantise(torch.float32), x.double(), bound)
-    assert torch.equal(scales[:, 0], x.float().abs().amax(1) / (448 if kind == "fp8" else 127))
+    close(words.dequantise(torch.float32), x.double(), 10_000)
+    assert torch.equal(scales[:, 0], x.float().abs().amax(1) / 127)
 
 
 def test_sums_of_codes_are_rescaled() -> None:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from slipstream.kernels.linear.linear_choice import Skinny
 from slipstream.kernels.packed import choice, coded_linear
-from slipstream.kernels.packed import linear as packed_linear
 from slipstream.kernels.packed.kinds import Codes, Quantised
 from slipstream.kernels.quant.packed import PackedWeight
 from slipstream.runner.models.formats.weight_format import WeightFormat
@@ -93,9 +92,8 @@ def test_norms_and_the_gated_layer_code_what_the_next_layer_reads(
 
 @pytest.mark.usefixtures("triton_interpreter")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, about inf and nan
-@pytest.mark.parametrize("once", [False, True])
 def test_in_wide_steps_torch_multiplies_what_norms_and_gates_have_coded(
-    monkeypatch: pytest.MonkeyPatch, once: bool
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No layer of a step of more than 256 rows loses the dtype of its result on the way.
 
@@ -114,7 +112,6 @@ def test_in_wide_steps_torch_multiplies_what_norms_and_gates_have_coded(
     for path in PARTS:
         packed = layer.get_submodule(path).packed
         assert isinstance(packed._choice_for(260), Quantised)  # type: ignore[operator,union-attr]
-    monkeypatch.setattr(packed_linear, "CODES_ONCE", once)
     monkeypatch.setattr(choice, "EXACT_ROWS", 8)
     monkeypatch.setattr(choice, "choose_coded", lambda *args: None)
     got = run(layer, x, stream)
