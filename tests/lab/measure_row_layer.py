@@ -40,7 +40,6 @@ from slipstream.kernels.packed.persistent.triton.hopper_row import Form
 PATIENCE = 10**8 // 1024  # of the programs, times 1024 cycles
 # The last program of attention sums its splits, as in models that use the kernel.
 WHOLE = {"last_sums": 4}
-WIDE = {"spans": 16, "flying": 2, "held": 2, "registers": 96, "producer": 24}
 FORMS: Sequence[tuple[dict[str, int], dict[str, int]]] = (  # of the kernel, of attention's plan
     ({}, {}),
     ({"exchange": 1}, {}),
@@ -50,15 +49,12 @@ FORMS: Sequence[tuple[dict[str, int], dict[str, int]]] = (  # of the kernel, of 
     ({"exchange": 2, "late": 1, "stages": 8, "flying": 4}, {}),
     ({"exchange": 2, "late": 1, "stages": 6, "early": 0}, {}),
     ({"exchange": 2, "late": 1, "stages": 6, "early": 1}, {}),
+    ({"exchange": 2, "late": 1, "held": 8, "registers": 152, "early": 0}, {}),
+    ({"exchange": 2, "stages": 8, "early": 0}, {}),
     ({"exchange": 2, "late": 2, "flying": 4}, {}),
     ({"stages": 6, "early": 0}, {}),
-    ({"stages": 6, "early": 1}, {}),
     ({"stages": 5, "early": 0}, {}),
-    ({"stages": 5, "early": 1}, {}),
-    ({"stages": 8, "early": 0}, {}),
-    ({"stages": 8, "flying": 2, "early": 0}, {}),
     ({"held": 8, "registers": 152, "early": 0}, {}),
-    (WIDE | {"stages": 3}, {}),
     ({}, {"splits": 8}),
 )
 
