@@ -139,21 +139,9 @@ def _find_whole_model(
 def _load_whole_model(
     speculative: SpeculativeConfig, found: FoundDrafter, host: HeadHost, layer_id: int
 ) -> nn.Module:
-    fmt = _format(speculative, host, found.source)
-    model = build_model(
-        found.source.hf_config,
-        fmt.device,
-        fmt.dtype,
-        layer_id_offset=layer_id,
-        pack_fp16=fmt.pack_fp16,
-        max_position=host.max_model_len,
-        linear=fmt.linear,
-        native=fmt.native,
-        packed=fmt.packed,
-        torch_only=fmt.torch_only,
-        ranks=fmt.ranks,
-        experts=fmt.experts,
-    )
+    # only the target's rows must not depend on the batch
+    fmt = replace(_format(speculative, host, found.source), batch_invariant=False)
+    model = build_model(found.source.hf_config, fmt, host.max_model_len, layer_id)
     load_weights(model, found.source, host.loading)
     return model
 

@@ -7,7 +7,6 @@ import math
 import resource
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -46,17 +45,11 @@ def outline_model(resolved: ResolvedModel, fmt: WeightFormat, max_model_len: int
     Raises ModelLoadError if the config describes no model that can be built, and NotEnoughMemory
     if the weights are larger than the machine's memory.
     """
-    nowhere = replace(fmt, device=torch.device("meta"), pack_fp16=False, linear=None, native=False)
+    nowhere = WeightFormat(
+        torch.device("meta"), fmt.dtype, packed=fmt.packed, ranks=fmt.ranks, experts=fmt.experts
+    )
     try:
-        model = build_model(
-            resolved.hf_config,
-            nowhere.device,
-            nowhere.dtype,
-            max_position=max_model_len,
-            packed=nowhere.packed,
-            ranks=nowhere.ranks,
-            experts=nowhere.experts,
-        )
+        model = build_model(resolved.hf_config, nowhere, max_model_len)
     except _MALFORMED as error:
         why = f"{type(error).__name__}: {first_line(error)}".rstrip(": .")
         raise ModelLoadError(

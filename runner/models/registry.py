@@ -6,13 +6,8 @@ import importlib
 from copy import copy
 from typing import Any
 
-import torch
-
 from ...configs.model.model_config import NotServed, served_architecture
-from ...kernels.linear.linear_tuned import LinearChooser
 from ..errors import ModelLoadError
-from ..parallel.experts import ExpertRanks
-from ..parallel.ranks import Ranks
 from .base import TextModel
 from .layers import WeightFormat
 
@@ -81,44 +76,14 @@ def check_experts(model: TextModel) -> None:
 
 
 def build_model(
-    hf_config: Any,
-    device: torch.device,
-    dtype: torch.dtype,
-    layer_id_offset: int = 0,
-    pack_fp16: bool = False,
-    max_position: int | None = None,
-    linear: LinearChooser | None = None,
-    native: bool = False,
-    packed: bool = False,
-    torch_only: bool = False,
-    ranks: Ranks | None = None,
-    batch_invariant: bool = False,
-    experts: ExpertRanks | None = None,
+    hf_config: Any, fmt: WeightFormat, max_position: int | None = None, layer_id_offset: int = 0
 ) -> TextModel:
-    """Build a model with uninitialised weights, for positions below `max_position`.
-
-    The other parameters are the fields of `WeightFormat`.
-    """
+    """Build a model with uninitialised weights, for positions below `max_position`."""
     module_name, class_name = ARCHITECTURES[architecture_of(hf_config)]
     module = importlib.import_module(f".{module_name}", __package__)
     text_config = _text_part(hf_config)
-    model: TextModel = getattr(module, class_name)(
-        text_config,
-        WeightFormat(
-            device,
-            dtype,
-            pack_fp16,
-            linear,
-            native,
-            packed,
-            torch_only,
-            ranks,
-            batch_invariant,
-            experts,
-        ),  # fmt: skip
-        max_position or text_config.max_position_embeddings,
-        layer_id_offset,
-    )
+    max_position = max_position or text_config.max_position_embeddings
+    model: TextModel = getattr(module, class_name)(text_config, fmt, max_position, layer_id_offset)
     for part in model.modules():
         # plain attributes make submodules cheap to look up, which saves half a millisecond per CPU
         # step

@@ -134,20 +134,7 @@ def load_target(
     scales = load_kv_scales(
         resolved, int(text.num_hidden_layers), is_fp8(config.cache.kv_cache_dtype)
     )
-    model = build_model(
-        resolved.hf_config,
-        device,
-        fmt.dtype,
-        pack_fp16=fmt.pack_fp16,
-        max_position=max_model_len,
-        linear=fmt.linear,
-        native=fmt.native,
-        packed=fmt.packed,
-        torch_only=fmt.torch_only,
-        ranks=ranks,
-        batch_invariant=invariant,
-        experts=fmt.experts,
-    )
+    model = build_model(resolved.hf_config, fmt, max_model_len)
     if engines is not None or (ranks is not None and ranks.by_expert):
         check_experts(model)
     if drafter is not None:

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from slipstream.configs.schema import GraphConfig, ModelConfig, ParallelConfig
 from slipstream.runner.loading.matching import slots_of_one_form
 from slipstream.runner.loading.weights import make_hf_config
+from slipstream.runner.models.formats.weight_format import WeightFormat
 from slipstream.runner.models.registry import build_model
 
 from .test_engine_group_cuda import served as engines_served
@@ -57,7 +58,9 @@ def save_mxfp4(folder: Path) -> None:
         json.dumps(GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}})
     )
     hf_config = make_hf_config(GPT_OSS, str(folder))
-    slots = build_model(hf_config, torch.device("meta"), torch.float32).checkpoint_slots()
+    slots = build_model(
+        hf_config, WeightFormat(torch.device("meta"), torch.float32)
+    ).checkpoint_slots()
     given = [name for name in slots if name.endswith("_blocks")]
     generator, stored = torch.Generator().manual_seed(0), {}
     for name, slot in slots_of_one_form(slots, given).items():

@@ -35,6 +35,7 @@ from slipstream.configs.schema import (
 from slipstream.runner.loading.matching import slots_of_one_form
 from slipstream.runner.loading.weights import make_hf_config
 from slipstream.runner.messages import AddRequest, SamplingParams, StepStats
+from slipstream.runner.models.formats.weight_format import WeightFormat
 from slipstream.runner.models.registry import build_model
 from slipstream.server.engine.engine_client import Backoff, EngineClient, EngineDead
 
@@ -79,7 +80,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def save_weights(config: dict[str, Any], folder: Path) -> None:
-    model = build_model(make_hf_config(config, str(folder)), torch.device("meta"), torch.float32)
+    model = build_model(
+        make_hf_config(config, str(folder)), WeightFormat(torch.device("meta"), torch.float32)
+    )
     generator = torch.Generator().manual_seed(0)
     stored = {
         name: torch.ones(slot.shape)

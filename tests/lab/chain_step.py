@@ -29,6 +29,7 @@ from slipstream.runner.attention.triton import TritonBackend
 from slipstream.runner.batch.kv_cache import KVCache, make_groups
 from slipstream.runner.loading.dummy import load_random
 from slipstream.runner.models import layers
+from slipstream.runner.models.formats.weight_format import WeightFormat
 from slipstream.runner.models.layers import Linear
 from slipstream.runner.models.registry import build_model
 
@@ -68,7 +69,7 @@ def without(part: str) -> Iterator[None]:
 def make_model(name: str, device: torch.device, dtype: torch.dtype = BF16, **changes: Any) -> Any:
     """Make one of `MODELS` with random weights; `changes` override fields of its config."""
     sizes = {**MODELS[name], "max_position_embeddings": MAX_LEN, **changes}
-    model = build_model(LlamaConfig(**sizes), device, dtype)
+    model = build_model(LlamaConfig(**sizes), WeightFormat(device, dtype))
     load_random(model.checkpoint_slots(), device, seed=1)
     return model
 

@@ -34,6 +34,7 @@ from slipstream.configs.schema import ModelConfig
 from slipstream.runner.loading.safetensors_weights import SafetensorsCheckpoint
 from slipstream.runner.loading.weights import load_checkpoint, load_weights, resolve_model
 from slipstream.runner.models.base import TextModel
+from slipstream.runner.models.formats.weight_format import WeightFormat
 from slipstream.runner.models.registry import build_model
 
 PIECE = 8 << 20
@@ -44,7 +45,9 @@ def write(model: Path, layers: int, folder: Path, device: torch.device) -> None:
     config = json.loads((model / "config.json").read_text()) | {"num_hidden_layers": layers}
     (folder / "config.json").write_text(json.dumps(config))
     resolved = resolve_model(ModelConfig(model=str(folder), load_format="dummy"))
-    slots = build_model(resolved.hf_config, torch.device("meta"), torch.bfloat16).checkpoint_slots()
+    slots = build_model(
+        resolved.hf_config, WeightFormat(torch.device("meta"), torch.bfloat16)
+    ).checkpoint_slots()
     names, weight_map = sorted(slots), {}
     for number, part in enumerate((names[: len(names) // 2], names[len(names) // 2 :])):
         file = f"model-{number}.safetensors"
@@ -106,7 +109,7 @@ def bus(device: torch.device, size: int = 256 << 20) -> float:
 def load(folder: Path, device: torch.device, mapped: bool) -> TextModel:
     """Load the model in `folder`, as on a CPU if `mapped`, else as on a GPU."""
     resolved = resolve_model(ModelConfig(model=str(folder)))
-    model = build_model(resolved.hf_config, device, torch.bfloat16)
+    model = build_model(resolved.hf_config, WeightFormat(device, torch.bfloat16))
     if mapped:
         checkpoint = SafetensorsCheckpoint(folder, resolved.quantisation)
         slots = model.checkpoint_slots()

@@ -45,6 +45,7 @@ from slipstream.kernels.packed.kinds import Direct, PackedChoice, Row
 from slipstream.kernels.packed.triton import packed_skinny
 from slipstream.runner.loading.dummy import load_random
 from slipstream.runner.models.formats import packed as formats
+from slipstream.runner.models.formats.weight_format import WeightFormat
 from slipstream.runner.models.registry import build_model
 
 LAYERS, CONTEXT = 6, 256
@@ -121,7 +122,9 @@ def make_step(kind: str, device: torch.device, layers: int = LAYERS) -> Step:
     sizes = {**MODELS["Llama-8B"], "num_hidden_layers": layers, "max_position_embeddings": MAX_LEN}
     said = QUANTISED[kind]
     chooser = LinearChooser(H100_WINNERS)
-    model = build_model(LlamaConfig(**sizes), device, BF16, linear=chooser, packed=said is not None)
+    model = build_model(
+        LlamaConfig(**sizes), WeightFormat(device, BF16, linear=chooser, packed=said is not None)
+    )
     quantisation = None if said is None else parse_quantisation({"quantization_config": said})
     load_random(model.checkpoint_slots(), device, seed=1, quantisation=quantisation)
     return Step(model, 1, CONTEXT, device)

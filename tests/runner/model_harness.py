@@ -24,7 +24,7 @@ from slipstream.runner.batch.kv_cache import KVCache, make_groups
 from slipstream.runner.batch.recurrent_states import RecurrentStates
 from slipstream.runner.loading.weights import load_weights, resolve_model
 from slipstream.runner.models.base import TextModel
-from slipstream.runner.models.formats.weight_format import resolve_format
+from slipstream.runner.models.formats.weight_format import WeightFormat, resolve_format
 from slipstream.runner.models.registry import build_model
 
 BLOCK_SIZE = 4
@@ -38,7 +38,7 @@ def load(
     resolved = resolve_model(ModelConfig(model=str(folder), dtype=dtype, **settings))
     fmt = resolve_format(dtype, CPU, resolved.checkpoint_dtype)
     packing = {"pack_fp16": fmt.pack_fp16, "native": fmt.native, "packed": packed}
-    model = build_model(resolved.hf_config, CPU, fmt.dtype, **packing)
+    model = build_model(resolved.hf_config, WeightFormat(CPU, fmt.dtype, **packing))
     load_weights(model, resolved)
     return model
 

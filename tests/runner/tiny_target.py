@@ -26,6 +26,7 @@ from slipstream.runner.graphs.capture import CudaGraphs, GraphPool
 from slipstream.runner.graphs.dispatch import descriptors, eager_descriptor
 from slipstream.runner.graphs.manager import CudaGraphManager
 from slipstream.runner.graphs.settings import GraphSettings
+from slipstream.runner.models.formats.weight_format import WeightFormat
 from slipstream.runner.models.registry import build_model
 from slipstream.runner.sampling.row_sampling import RowSampling
 from slipstream.runner.sampling.sampler import Sampler
@@ -52,7 +53,7 @@ def tiny_llama(seed: int = 0, device: torch.device = CPU) -> Any:
         max_position_embeddings=MAX_LEN,
         tie_word_embeddings=False,
     )
-    model = build_model(config, device, torch.float32)
+    model = build_model(config, WeightFormat(device, torch.float32))
     generator = torch.Generator().manual_seed(seed)
     for slot in model.checkpoint_slots().values():
         weights = torch.ones(slot.shape)

@@ -20,7 +20,11 @@ from slipstream.runner.loading.gguf_families import expert_names
 from slipstream.runner.loading.gguf_weights import GGUFFile
 from slipstream.runner.loading.weights import load_weights, resolve_model
 from slipstream.runner.models.formats.expert_stack import ExpertStack
-from slipstream.runner.models.formats.weight_format import resolve_format, split_format
+from slipstream.runner.models.formats.weight_format import (
+    WeightFormat,
+    resolve_format,
+    split_format,
+)
 from slipstream.runner.models.registry import build_model
 from slipstream.runner.parallel.ranks import Ranks
 
@@ -248,7 +252,7 @@ def test_two_ranks_share_the_experts_of_gpt_oss(tmp_path: Path) -> None:
 
     def run(ranks: Ranks) -> Tensor:
         fmt = split_format(resolve_format("float32", CPU, None), ranks)
-        model = build_model(resolved.hf_config, CPU, torch.float32, ranks=fmt.ranks)
+        model = build_model(resolved.hf_config, WeightFormat(CPU, torch.float32, ranks=fmt.ranks))
         load_weights(model, replace(resolved, opened=GGUFFile(path)))
         return Sequences(model, 1, 16).step([(0, IDS)])[0][0]
 

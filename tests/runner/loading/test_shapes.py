@@ -12,6 +12,7 @@ import torch
 from slipstream.configs.schema import ModelConfig, SpeculativeConfig
 from slipstream.runner.drafters.heads import HeadHost, find_configured, outline
 from slipstream.runner.loading.weights import load_weights, resolve_model
+from slipstream.runner.models.formats.weight_format import WeightFormat
 from slipstream.runner.models.registry import build_model
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "lab"))
@@ -33,7 +34,9 @@ def test_a_model_and_its_head_of_random_weights(name: str, tmp_path: Path) -> No
     head, billions = SIZES[name]
     folder = str(tmp_path / name)
     resolved = resolve_model(ModelConfig(model=folder, load_format="dummy"))
-    model = build_model(resolved.hf_config, NOWHERE, torch.bfloat16, max_position=4096)
+    model = build_model(
+        resolved.hf_config, WeightFormat(NOWHERE, torch.bfloat16), max_position=4096
+    )
     load_weights(model, resolved)
     tables = [buffer for key, buffer in model.named_buffers() if "cos_sin" not in key]
     count = sum(tensor.numel() for tensor in tables) / 1e9
@@ -51,6 +54,8 @@ def test_a_start_can_be_rehearsed(name: str, tmp_path: Path) -> None:
     """Kernels are compiled ahead for a model of meta tensors, so nothing may read its weights."""
     (tmp_path / "config.json").write_text(json.dumps(SHAPES[name]))
     resolved = resolve_model(ModelConfig(model=str(tmp_path), load_format="dummy"))
-    model = build_model(resolved.hf_config, NOWHERE, torch.bfloat16, max_position=64, packed=True)
+    model = build_model(
+        resolved.hf_config, WeightFormat(NOWHERE, torch.bfloat16, packed=True), max_position=64
+    )
     load_weights(model, resolved)
     assert all(buffer.is_meta for buffer in model.buffers())

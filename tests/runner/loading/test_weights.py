@@ -287,7 +287,7 @@ def test_dummy_weights_need_only_a_config_and_repeat_by_seed(folder: Path) -> No
 def test_progress_counts_the_bytes_of_every_tensor(folder: Path, load_format: str) -> None:
     stored = load_file(folder / "model.safetensors")
     resolved = resolve_model(ModelConfig(model=str(folder), load_format=load_format))
-    model = build_model(resolved.hf_config, CPU, torch.float32)
+    model = build_model(resolved.hf_config, WeightFormat(CPU, torch.float32))
     seen: list[tuple[int, int]] = []
     load_weights(model, resolved, lambda done, total: seen.append((done, total)))
     total = sum(tensor.nbytes for tensor in stored.values())
@@ -335,7 +335,7 @@ def test_packed_linear_is_fp16_accurate_and_quiet(capfd: pytest.CaptureFixture[s
 
 def test_random_norms_are_ones_and_biases_zero() -> None:
     config = transformers.Qwen2Config(**CONFIG)
-    model = build_model(config, CPU, torch.float32)
+    model = build_model(config, WeightFormat(CPU, torch.float32))
     load_random(model.checkpoint_slots(), CPU, seed=0)
     attention = model.blocks[0].self_attn
     assert torch.equal(model.norm.weight, torch.ones(32))

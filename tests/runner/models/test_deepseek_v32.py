@@ -20,6 +20,7 @@ from slipstream.runner.attention.triton import TritonBackend
 from slipstream.runner.errors import ModelLoadError
 from slipstream.runner.loading.weights import load_weights, resolve_model
 from slipstream.runner.models.families import deepseek_v32
+from slipstream.runner.models.formats.weight_format import WeightFormat
 from slipstream.runner.models.registry import build_model
 from slipstream.runner.parallel.ranks import Ranks
 
@@ -100,7 +101,7 @@ def test_ranks_share_the_heads(folder: Path, oracle: Any) -> None:
 
     def of_rank(ranks: Ranks) -> Tensor:
         resolved = resolve_model(ModelConfig(model=str(folder), dtype="float32"))
-        model = build_model(resolved.hf_config, CPU, torch.float32, ranks=ranks)
+        model = build_model(resolved.hf_config, WeightFormat(CPU, torch.float32, ranks=ranks))
         load_weights(model, resolved)
         assert [layer.num_heads for layer in model.attention_layers()[:2]] == [2, 1]
         return Sequences(model, 1, 32).step([(0, ids)])[0][0]

@@ -25,6 +25,7 @@ from slipstream.runner.loading.weights import load_weights, resolve_model
 from slipstream.runner.models.deepseek_v4 import attention
 from slipstream.runner.models.deepseek_v4.model import plain_name
 from slipstream.runner.models.deepseek_v4.moe import Gate
+from slipstream.runner.models.formats.weight_format import WeightFormat
 from slipstream.runner.models.registry import build_model
 from slipstream.runner.models.short_model import short_blocks
 from slipstream.runner.parallel.ranks import Ranks
@@ -177,7 +178,7 @@ def test_the_checkpoint_as_deepseek_stores_it(folder: Path, oracle: Any, tmp_pat
 
     def of_rank(ranks: Ranks) -> Tensor:
         resolved = resolve_model(ModelConfig(model=str(tmp_path / "0"), dtype="float32"))
-        model = build_model(resolved.hf_config, CPU, torch.float32, ranks=ranks)
+        model = build_model(resolved.hf_config, WeightFormat(CPU, torch.float32, ranks=ranks))
         load_weights(model, resolved)
         return Sequences(model, 1, 32, block_size=8).step([(0, list(range(20)))])[0][0]
 
@@ -216,7 +217,7 @@ def test_a_short_pass_runs_one_block_of_each_kind_after_each_kind() -> None:
     changes = {"num_hidden_layers": 10, "layer_types": kinds}
     experts = {"mlp_layer_types": ["hash_moe", *["moe"] * 9]}
     config = transformers.DeepseekV4Config(**SHAPE | changes | experts)
-    model: Any = build_model(config, torch.device("meta"), torch.bfloat16)
+    model: Any = build_model(config, WeightFormat(torch.device("meta"), torch.bfloat16))
     left = [block is not model.skipped for block in short_blocks(model)]
     assert left == [True] * 3 + [False] + [True] * 3 + [False] * 3
 

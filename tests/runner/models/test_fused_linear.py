@@ -16,6 +16,7 @@ from slipstream.runner.attention.base import AttentionBackend
 from slipstream.runner.attention.reference import ReferenceBackend
 from slipstream.runner.attention.triton import TritonBackend
 from slipstream.runner.models import moe
+from slipstream.runner.models.formats.weight_format import WeightFormat
 from slipstream.runner.models.registry import build_model
 
 from ...cases import some
@@ -78,7 +79,7 @@ def make_model(kind: str, dtype: torch.dtype, chooser: LinearChooser | None) -> 
         "Qwen2Moe": EXPERTS, "Qwen3Moe": EXPERTS, "Qwen3_5MoeText": DELTA, "Ministral3": STEEP
     }.get(kind, {})  # fmt: skip
     config = config_class(**SIZES, **more, head_dim=16, tie_word_embeddings=kind == "Llama")
-    model = build_model(config, CPU, dtype, linear=chooser)
+    model = build_model(config, WeightFormat(CPU, dtype, linear=chooser))
     generator = torch.Generator().manual_seed(3)
     for slot in model.checkpoint_slots().values():
         weights = torch.ones(slot.shape)

@@ -25,7 +25,7 @@ from slipstream.runner.loading.safetensors_weights import SafetensorsCheckpoint
 from slipstream.runner.loading.weights import load_weights, resolve_model
 from slipstream.runner.models.formats import expert_stack
 from slipstream.runner.models.formats.expert_stack import ExpertStack
-from slipstream.runner.models.formats.weight_format import resolve_format
+from slipstream.runner.models.formats.weight_format import WeightFormat, resolve_format
 from slipstream.runner.models.registry import build_model
 from slipstream.runner.models.rotary import inverse_frequencies, rope_parameters
 from slipstream.runner.parallel.collectives import Collectives
@@ -144,7 +144,7 @@ def test_experts_that_stay_packed(
     expected = Sequences(load(tmp_path), 2, 8).step(rows)[0]
     monkeypatch.setenv("SLIPSTREAM_TRITON", "1")  # codes become words
     resolved = resolve_model(ModelConfig(model=str(tmp_path)))
-    model = build_model(resolved.hf_config, CPU, torch.float32, packed=True)
+    model = build_model(resolved.hf_config, WeightFormat(CPU, torch.float32, packed=True))
     load_weights(model, resolved)
     experts = model.layers[0].mlp.experts
     for stack in (experts.gate_up, experts.down):
@@ -171,7 +171,9 @@ def test_ranks_keep_their_parts_of_mxfp4(
     resolved = resolve_model(ModelConfig(model=str(tmp_path)))
 
     def run(ranks: Ranks) -> tuple[list[Tensor], bool]:
-        model = build_model(resolved.hf_config, CPU, torch.float32, packed=True, ranks=ranks)
+        model = build_model(
+            resolved.hf_config, WeightFormat(CPU, torch.float32, packed=True, ranks=ranks)
+        )
         load_weights(model, resolved)
         logits = Sequences(model, 2, 8).step(rows)[0]
         return logits, model.layers[0].mlp.experts.down.packed is not None
@@ -194,7 +196,9 @@ def test_ranks_read_and_hold_whole_experts(mxfp4: bool, tmp_path: Path) -> None:
 
     def run(ranks: Ranks) -> tuple[list[Tensor], int, bool, int]:
         ranks = replace(ranks, by_expert=True)
-        model = build_model(resolved.hf_config, CPU, torch.float32, packed=True, ranks=ranks)
+        model = build_model(
+            resolved.hf_config, WeightFormat(CPU, torch.float32, packed=True, ranks=ranks)
+        )
         checkpoint, read = SafetensorsCheckpoint(tmp_path, None), 0
         tensors = checkpoint.tensors
 
@@ -228,7 +232,9 @@ def test_engines_share_experts_in_mxfp4(all_to_all: bool, tmp_path: Path) -> Non
     def run(rank: int, collectives: Collectives) -> tuple[list[Tensor], list[Tensor]]:
         exchange = RowExchange(collectives, 2, CPU, all_to_all)
         experts = ExpertRanks(rank, 2, exchange, rank)
-        model = build_model(resolved.hf_config, CPU, torch.float32, packed=True, experts=experts)
+        model = build_model(
+            resolved.hf_config, WeightFormat(CPU, torch.float32, packed=True, experts=experts)
+        )
         load_weights(model, resolved)
         exchange.begin_step(4, 4, padded_counts([4, 1], [4, 1]), has_graphs=False)
         logits = Sequences(model, 2, 8).step(rows[rank])[0]

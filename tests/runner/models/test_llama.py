@@ -11,6 +11,7 @@ import transformers
 
 from slipstream.kernels.cpu import weight as native
 from slipstream.runner.errors import ModelLoadError
+from slipstream.runner.models.formats.weight_format import WeightFormat
 from slipstream.runner.models.registry import build_model
 
 from ..model_harness import CPU, Sequences, assert_equals_transformers, load
@@ -112,7 +113,7 @@ def test_reduced_precision_stays_close(dtype: str, tmp_path: Path) -> None:
 def test_a_layer_id_offset_moves_every_attention_layer(tmp_path: Path) -> None:
     make_oracle("Llama", {}, tmp_path)
     config = load(tmp_path).config
-    model = build_model(config, CPU, torch.float32, layer_id_offset=10)
+    model = build_model(config, WeightFormat(CPU, torch.float32), layer_id_offset=10)
     assert [layer.layer_id for layer in model.attention_layers()] == [10, 11, 12]
 
 
@@ -122,7 +123,7 @@ def test_activations_other_than_silu_are_refused(family: str) -> None:
         shape = {**SHAPE, "hidden_act": name, "architectures": [f"{family}ForCausalLM"]}
         config = getattr(transformers, f"{family}Config")(**shape)
         if is_served:
-            build_model(config, torch.device("meta"), torch.float32)
+            build_model(config, WeightFormat(torch.device("meta"), torch.float32))
             continue
         with pytest.raises(ModelLoadError, match="activation 'gelu' is not supported"):
-            build_model(config, torch.device("meta"), torch.float32)
+            build_model(config, WeightFormat(torch.device("meta"), torch.float32))

@@ -11,6 +11,7 @@ import transformers
 
 from slipstream.kernels.cpu import weight as native
 from slipstream.runner.models.families.mistral3 import query_scales
+from slipstream.runner.models.formats.weight_format import WeightFormat
 from slipstream.runner.models.registry import build_model
 from slipstream.runner.models.rotary import inverse_frequencies, rope_parameters
 
@@ -124,7 +125,7 @@ def test_the_served_context_decides_between_the_lists_of_longrope() -> None:
         frequencies, factor = inverse_frequencies(rope, 16)
         torch.testing.assert_close(frequencies, plain / torch.tensor(longrope(32)[name]))
         assert factor == 1.2
-        model = build_model(config, CPU, torch.float32, max_position=served)
+        model = build_model(config, WeightFormat(CPU, torch.float32), max_position=served)
         angle = model.rotary.cos_sin_cache[1, 5] / factor
         assert float(angle) == pytest.approx(float(frequencies[5].cos()))
     without = rope_parameters(config) | {"attention_factor": None}

@@ -10,6 +10,7 @@ import torch
 from transformers import LlamaConfig, Qwen2Config
 
 from slipstream.runner.graphs.dispatch import eager_descriptor
+from slipstream.runner.models.formats.weight_format import WeightFormat
 from slipstream.runner.models.registry import build_model
 from slipstream.runner.models.short_model import ShortPass, shorten
 from slipstream.runner.step.target import Target
@@ -22,7 +23,7 @@ SIZES: dict[str, Any] = {
 
 def blocks_left(config: Any) -> list[int]:
     """Indices of the blocks that still run."""
-    model: Any = build_model(config, torch.device("meta"), torch.bfloat16)
+    model: Any = build_model(config, WeightFormat(torch.device("meta"), torch.bfloat16))
     original = list(model._blocks)
     num_layers = len(model.attention_layers())
     count = shorten(model)
@@ -54,7 +55,8 @@ def test_other_kinds_of_models_are_not_shortened(model: Any) -> None:
 
 def test_a_short_pass_returns_the_same_shapes_as_a_whole_one() -> None:
     model: Any = build_model(
-        LlamaConfig(**SIZES, num_hidden_layers=6), torch.device("meta"), torch.bfloat16
+        LlamaConfig(**SIZES, num_hidden_layers=6),
+        WeightFormat(torch.device("meta"), torch.bfloat16),
     )
 
     class Attention:
@@ -78,7 +80,8 @@ def test_a_short_pass_returns_the_same_shapes_as_a_whole_one() -> None:
 
 def test_the_run_before_a_capture_is_short_and_the_capture_is_whole() -> None:
     model: Any = build_model(
-        LlamaConfig(**SIZES, num_hidden_layers=5), torch.device("meta"), torch.bfloat16
+        LlamaConfig(**SIZES, num_hidden_layers=5),
+        WeightFormat(torch.device("meta"), torch.bfloat16),
     )
     whole = list(model._blocks)
     runs: list[int] = []
@@ -107,7 +110,8 @@ def test_a_short_run_of_another_kind_of_model_is_whole() -> None:
 
 def test_a_short_run_that_fails_leaves_the_model_whole() -> None:
     model: Any = build_model(
-        LlamaConfig(**SIZES, num_hidden_layers=3), torch.device("meta"), torch.bfloat16
+        LlamaConfig(**SIZES, num_hidden_layers=3),
+        WeightFormat(torch.device("meta"), torch.bfloat16),
     )
     whole = list(model._blocks)
     with pytest.raises(ValueError, match="why"), ShortPass(model).running():

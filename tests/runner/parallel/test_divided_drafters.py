@@ -156,7 +156,7 @@ def loaded(
     def loading(done: int, total: int) -> None:
         read[0] = done
 
-    model = build_model(resolved.hf_config, device, torch.float32, ranks=ranks)
+    model = build_model(resolved.hf_config, WeightFormat(device, torch.float32, ranks=ranks))
     host = HeadHost(64, model, resolved, device, loading)
     return load_head(spec.method, spec, host, 4), read[0]
 
@@ -244,7 +244,7 @@ def test_a_head_that_cannot_be_divided_is_refused_if_asked_to(drafters: Drafters
     assert isinstance(found, FoundDrafter)
 
     def load(ranks: Ranks) -> None:
-        model = build_model(resolved.hf_config, CPU, torch.float32)
+        model = build_model(resolved.hf_config, WeightFormat(CPU, torch.float32))
         model.format = replace(model.format, ranks=ranks)
         load_head("eagle3", own, HeadHost(64, model, resolved, CPU), 4, found)
 

@@ -32,7 +32,11 @@ from slipstream.runner.loading.weights import (
     stated_quantisation,
 )
 from slipstream.runner.models.formats.expert_stack import ExpertStack
-from slipstream.runner.models.formats.weight_format import resolve_format, split_format
+from slipstream.runner.models.formats.weight_format import (
+    WeightFormat,
+    resolve_format,
+    split_format,
+)
 from slipstream.runner.models.layers import Linear
 from slipstream.runner.models.registry import build_model
 from slipstream.runner.parallel.ranks import Cut, Ranks
@@ -80,7 +84,9 @@ def make(folder: Path, family: str, name: str, form: str = "stacked") -> Resolve
     config = getattr(transformers, family + kind)(**{**SHAPE, **FAMILIES[family]})
     config.architectures = [f"{family}ForCausalLM"]
     config.save_pretrained(folder)
-    slots = build_model(config, torch.device("meta"), torch.float32).checkpoint_slots()
+    slots = build_model(
+        config, WeightFormat(torch.device("meta"), torch.float32)
+    ).checkpoint_slots()
     given = [key for key, slot in slots.items() if slot.form and slot.form[1] == form]
     slots = slots_of_one_form(slots, given)
     stored = {}
@@ -97,7 +103,7 @@ def build(resolved: ResolvedModel, ranks: Ranks | None, dtype: str = "float32") 
     fmt = resolve_format(dtype, CPU, None)
     fmt = split_format(replace(fmt, packed=dtype == "float32", pack_fp16=False), ranks)
     kinds = {"native": fmt.native, "packed": fmt.packed}
-    return build_model(resolved.hf_config, CPU, fmt.dtype, ranks=ranks, **kinds)
+    return build_model(resolved.hf_config, WeightFormat(CPU, fmt.dtype, ranks=ranks, **kinds))
 
 
 def counted(checkpoint: Any, read: dict[int, int], rank: int) -> Any:

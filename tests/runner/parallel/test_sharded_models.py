@@ -17,6 +17,7 @@ from slipstream.runner.errors import ModelLoadError
 from slipstream.runner.loading.matching import slots_of_one_form
 from slipstream.runner.loading.safetensors_weights import SafetensorsCheckpoint
 from slipstream.runner.loading.weights import ResolvedModel, load_weights
+from slipstream.runner.models.formats.weight_format import WeightFormat
 from slipstream.runner.models.registry import build_model, check_experts
 from slipstream.runner.parallel.ranks import Cut, Ranks
 
@@ -76,7 +77,7 @@ ROWS = [[(0, 9), (1, 5)], [(0, 1), (1, 2)]]  # (request, tokens) of each step
 
 
 def build(config: Any, ranks: Ranks | None = None) -> Any:
-    return build_model(config, CPU, torch.float32, ranks=ranks)
+    return build_model(config, WeightFormat(CPU, torch.float32, ranks=ranks))
 
 
 def fill(model: Any, form: str) -> dict[str, tuple[int, ...]]:

@@ -167,9 +167,11 @@ def test_models_whose_logits_are_more_than_a_product_do_not_pick() -> None:
     for kind in ("Llama", "Gemma3Text"):
         config = getattr(transformers, f"{kind}Config")(**sizes, **heads)
         config.architectures = None
-        models[kind] = build_model(config, CPU, torch.bfloat16, linear=chooser)
+        models[kind] = build_model(config, WeightFormat(CPU, torch.bfloat16, linear=chooser))
     assert models["Llama"].pick_tokens is not None
     assert models["Gemma3Text"].pick_tokens is None  # soft-capped
-    plain = build_model(transformers.LlamaConfig(**sizes, **heads), CPU, torch.float32)
+    plain = build_model(
+        transformers.LlamaConfig(**sizes, **heads), WeightFormat(CPU, torch.float32)
+    )
     assert isinstance(plain, TextModel) and plain.pick_tokens is None  # torch's, as on a CPU
     assert WeightFormat(CPU, torch.float32).linear is None

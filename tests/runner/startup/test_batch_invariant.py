@@ -40,7 +40,7 @@ SIZES: dict[str, Any] = dict(
 def sketch(kind: str, **sizes: Any) -> Any:
     config = getattr(transformers, f"{kind}Config")(**{**SIZES, **sizes})
     config.architectures = [f"{kind}ForCausalLM"]
-    return build_model(config, META, torch.bfloat16)
+    return build_model(config, WeightFormat(META, torch.bfloat16))
 
 
 def test_drafts_are_verified_by_the_targets_own_draws() -> None:
