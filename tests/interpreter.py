@@ -35,6 +35,7 @@ def patch() -> None:
     _keep_shapes()
     _keep_promotions()
     _leave_equal_types()
+    _check_sizes_once()
     _compute_no_unread_overflow()
 
 
@@ -147,6 +148,12 @@ def _keep_shapes() -> None:
         sizes = tuple([unwrap_fast(size) for size in shape])
         self.shape, self.numel, self.shape_of_tensors = shape_of_type(sizes)
 
+    def with_element(self: Any, element_ty: Any) -> Any:
+        known = self.__dict__.setdefault("of_other_elements", {})
+        if id(element_ty) not in known:
+            known[id(element_ty)] = core.block_type(element_ty, self.shape)  # which keeps it alive
+        return known[id(element_ty)]
+
     def init_tensor(self: Any, handle: Any, type: Any) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.shape = type.shape_of_tensors if type.is_block() else scalar
@@ -155,7 +162,7 @@ def _keep_shapes() -> None:
     constexpr.__init__ = init_constexpr
     _late(constexpr, "type", lambda self: core.constexpr_type(self.value))
     scalar = core.tuple([])
-    core.block_type.__init__ = init_block
+    core.block_type.__init__, core.block_type.with_element_ty = init_block, with_element
     _late(core.block_type, "name", lambda self: f"<{self.shape}, {self.element_ty}>")
     core.tensor.__init__ = init_tensor
     _late(
@@ -188,12 +195,20 @@ def _keep_promotions() -> None:
 
 def _leave_equal_types() -> None:
     """Most operands have the same shape, so that none is to be broadcast, and many the same type,
-    which is then that of their sum or product."""
+    which is then that of their sum or product. Nor does an offset change the type of a pointer.
+    Where a number takes the type of the other operand, it is converted once."""
     semantic, tensor = interpreter.TritonSemantic, language.core.tensor
     broadcast_of_triton = semantic.broadcast_impl_value
     check_of_triton = semantic.binary_op_type_checking_impl
     kept = {"fp32", "fp64", "int1", "int8", "int16", "int32", "int64"}
     kept |= {"uint8", "uint16", "uint32", "uint64"}
+    constants: dict[Any, Any] = {}  # numbers as arrays, None if they change the other's type
+
+    def splat(scalar: Any, block: Any) -> Any:
+        """The number of a handle in each place of a block."""
+        kind = block if scalar.dtype is block.element_ty else block.with_element_ty(scalar.dtype)
+        data = np.full(block.shape.values, scalar.data, interpreter._get_np_dtype(scalar.dtype))
+        return tensor(interpreter.TensorHandle(data, scalar.dtype), kind)
 
     def broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
         blocks = lhs.type.is_block(), rhs.type.is_block()
@@ -202,16 +217,77 @@ def _leave_equal_types() -> None:
                 return lhs, rhs
         elif blocks == (False, False):
             return lhs, rhs
+        elif blocks == (True, False) and rhs.handle.dtype is rhs.dtype:
+            return lhs, splat(rhs.handle, lhs.type)
+        elif blocks == (False, True) and lhs.handle.dtype is lhs.dtype:
+            return splat(lhs.handle, rhs.type), rhs
         return broadcast_of_triton(self, lhs, rhs)
 
-    def check(self: Any, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> Any:
-        if type(lhs) is tensor and type(rhs) is tensor and lhs.dtype is rhs.dtype:
-            if lhs.dtype.name in kept:
+    def constant(self: Any, value: Any, other: Any, *options: Any) -> Any:
+        """A number as an operand of a tensor, None if that has to change its type."""
+        dtype = other.dtype
+        if dtype.name not in kept:
+            return None
+        key = type(value), value, dtype.name, options
+        if key not in constants:
+            zero = self.scalar_constant(0, dtype)
+            left, right = check_of_triton(self, zero, value, *options)
+            same = left.dtype == right.dtype == dtype
+            constants[key] = right.handle.data if same else None
+        if constants[key] is None:
+            return None
+        handle = interpreter.TensorHandle(constants[key], dtype)
+        return splat(handle, other.type) if other.type.is_block() else tensor(handle, dtype)
+
+    def check(
+        self: Any,
+        lhs: Any,
+        rhs: Any,
+        left_pointer: bool = False,
+        right_pointer: bool = False,
+        arithmetic: bool = True,
+        division: bool = False,
+    ) -> Any:
+        kinds = type(lhs), type(rhs)
+        if kinds == (tensor, tensor):
+            left, right = lhs.dtype, rhs.dtype
+            if left is right and left.name in kept:
                 return broadcast(self, lhs, rhs)
-        return check_of_triton(self, lhs, rhs, *args, **kwargs)
+            if left_pointer and left.is_ptr() and right.is_int():
+                return broadcast(self, lhs, rhs)
+        elif kinds[0] is tensor and kinds[1] in (int, float):
+            found = constant(self, rhs, lhs, False, False, arithmetic, division)
+            if found is not None:
+                return lhs, found
+        elif kinds[1] is tensor and kinds[0] in (int, float):
+            found = constant(self, lhs, rhs, False, False, arithmetic, division)
+            if found is not None:
+                return found, rhs
+        return check_of_triton(self, lhs, rhs, left_pointer, right_pointer, arithmetic, division)
 
     semantic.broadcast_impl_value = broadcast
     semantic.binary_op_type_checking_impl = check
+
+
+def _check_sizes_once() -> None:
+    """Each array's element must fit its type of Triton, which a comparison of numbers shows."""
+    handle, pointer = interpreter.TensorHandle, language.core.pointer_type
+    refuse = handle.__post_init__
+
+    def post_init(self: Any) -> None:
+        size, dtype = self.data.itemsize, self.dtype
+        if size > 1 and not isinstance(dtype, pointer) and 8 * size > dtype.primitive_bitwidth:
+            refuse(self)
+
+    def binary_op(self: Any, lhs: Any, rhs: Any, operation: Any) -> Any:
+        result, dtype = operation(lhs.data, rhs.data), lhs.dtype.scalar
+        size = result.itemsize
+        if size > 1 and not isinstance(dtype, pointer) and 8 * size > dtype.primitive_bitwidth:
+            result = result.astype(interpreter._get_np_dtype(dtype))
+        return handle(result, dtype)
+
+    handle.__post_init__ = post_init
+    interpreter.InterpreterBuilder.binary_op = binary_op
 
 
 def _compute_no_unread_overflow() -> None:
