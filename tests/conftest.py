@@ -118,13 +118,38 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not is_for_another(item.path, config)]
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if part_of_this_process(session.config) is not None:
+        report_once(session.config)
     if "httpx" in sys.modules:
         share_tls_context()
     if "torch" in sys.modules and not HAS_GPU:
         seed_the_cpu_alone()
         let_torchs_logs_propagate()
     freeze_imports()
+
+
+def report_once(config: pytest.Config) -> None:
+    """Send one message about a test that passes, where nobody asked for times or details.
+
+    Its start, its end and a setup and a teardown that pass are four more, which take two processes
+    longer than many a test."""
+    options = ("durations", "xmlpath", "verbose")
+    if any(config.getoption(option, None) for option in options):
+        return
+    plugins = config.pluginmanager.get_plugins()
+    (worker,) = (plugin for plugin in plugins if type(plugin).__name__ == "WorkerInteractor")
+    send = worker.sendevent
+
+    def send_needed(name: str, **event: Any) -> None:
+        if name == "testreport":
+            if event["data"]["outcome"] == "passed" and event["data"]["when"] != "call":
+                return
+        elif name in ("logstart", "logfinish"):
+            return
+        send(name, **event)
+
+    worker.sendevent = send_needed
 
 
 def share_tls_context() -> None:
