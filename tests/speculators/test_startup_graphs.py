@@ -17,6 +17,7 @@ from slipstream.runner.attention.base import (
     BuilderSizes,
     CommonAttentionMetadata,
 )
+from slipstream.runner.drafters.draft_graphs import DraftGraphs
 from slipstream.runner.graphs.manager import FreshPair
 from slipstream.runner.step.target import Target
 from slipstream.speculators.autoregressive import AutoRegressiveSpeculator
@@ -208,3 +209,41 @@ def test_memory_of_the_kv_cache_is_counted_exactly(drafters: Drafters) -> None:
         cache = engine.engine._runner._target.cache  # type: ignore[attr-defined]
     tensors = {id(t): t for t in cache.kv_caches.values() if isinstance(t, torch.Tensor)}
     assert cache.num_bytes == sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+@pytest.mark.parametrize("loop", [False, True])
+def test_what_buffers_hold_before_a_capture_reaches_no_request(
+    drafters: Drafters, monkeypatch: pytest.MonkeyPatch, loop: bool
+) -> None:
+    """The warm-up of each of the drafter's graphs runs on rows of no request."""
+    config = drafters.speculative("eagle3", 3, draft_sampling="probabilistic")
+    captured: Counter[str] = Counter()
+    for name in ("_create_prefill", "_create_decode", "_create_loop"):
+        create = getattr(DraftGraphs, name)
+
+        def after_a_step(
+            self: Any, *args: Any, name: str = name, create: Any = create, warmup: bool
+        ) -> Any:
+            drafter = self.speculator
+            drafter.idx_mapping.fill_(1)
+            drafter.write_positions.fill_(5)
+            drafter.seq_lens.fill_(6)
+            drafter._all_greedy = True
+            captured[name] += 1
+            made = create(self, *args, warmup=warmup)
+            assert not drafter._all_greedy, "the graph would not draw"
+            return made
+
+        monkeypatch.setattr(DraftGraphs, name, after_a_step)
+    with graph_engine(
+        drafters.pair("eagle3")[0], config, mode=CUDAGraphMode.FULL, loop=loop
+    ) as engine:
+        engine.run(ASKED, max_tokens=4)
+        engine.synchronize()
+        kv = engine.engine._runner._target.cache.kv_caches.values()  # type: ignore[attr-defined]
+        held = [engine.table.draft_tokens, engine.table.draft_logits, *kv]
+        before = [tensor.clone() for tensor in held]
+        captured.clear()
+        engine.engine._runner.capture()
+        assert all(map(torch.equal, held, before))
+    assert set(captured) == {"_create_prefill", "_create_loop" if loop else "_create_decode"}

@@ -63,13 +63,26 @@ def test_a_grammar_applies_to_drafts_and_next_to_requests_without_one() -> None:
             bench.expect(message)
 
 
-def test_drafts_that_the_grammar_forbids_do_not_count_as_drafted() -> None:
+def test_drafts_that_the_grammar_forbids_do_not_count_as_drafted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     bench = Bench(num_drafts=3, draft_accuracy=1.0, trim=False)
     message = add("a", [1, 2, 3], max_tokens=16, grammar=PARITY, stop_token_ids=[])
     bench.engine.handle([message])
+    assert bench.engine.drafts is not None
+    land = bench.engine.drafts.land
+    learned: list[int] = []
+
+    def noted(plan: StepPlan, results: Any, texts: Any) -> None:
+        learned.extend(result.num_draft_tokens for result in results)
+        land(plan, results, texts)
+
+    monkeypatch.setattr(bench.engine.drafts, "land", noted)
     bench.run()
     bench.expect(message)
     totals = bench.totals
+    outputs = bench.received["a"].outputs  # a step launched after the last token has none
+    assert learned[: len(outputs)] == [output.num_draft_tokens for output in outputs]
     # The drafter follows the unmasked model and is right until the mask changes a token.
     assert totals.num_draft_tokens < 3 * (totals.num_drafts + totals.num_plain_steps - 1)
     assert totals.num_accepted_tokens <= totals.num_draft_tokens

@@ -330,7 +330,7 @@ def test_long_bad_words_cost_their_own_length_alone() -> None:
 
 
 def test_bad_words_are_compared_in_pieces_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = [[3], [7, 9], [9, 7, 1], [25, 1], [2, 2, 2, 2, 2]]
+    words = [[3], [7, 9], [9, 7, 1], [25, 1], [2, 2, 2, 2, 2], [7, 1, 5]]
     asked = [
         (SamplingParams(seed=slot, max_tokens=9, temperature=0.0, bad_words_token_ids=some), [1], o)
         for slot, (some, o) in enumerate([(words, [9, 7]), ([], [2, 2]), (words[1:], [2, 2, 2, 7])])
@@ -345,7 +345,8 @@ def test_bad_words_are_compared_in_pieces_of_bounded_size(monkeypatch: pytest.Mo
         found = process_logits(logits, rows, table, None, features)
         forbidden = [{int(t) for t in (row == float("-inf")).nonzero()[:, 0]} for row in found]
         # slot 0 after 9 7, 9 7 1, 9 7 1 9; slot 2 after 2 2 2 7, 2 2 2 7 9, 2 2 2 7 9 7
-        assert forbidden == [{3, 9, 1}, {3}, {3}, set(), set(), set(), {9}, set(), {9, 1}]
+        # The output 7 and the draft 1 begin a word of slot 0 that the next draft may not complete.
+        assert forbidden == [{3, 9, 1}, {3, 5}, {3}, set(), set(), set(), {9}, set(), {9, 1}]
 
 
 def test_more_alternatives_than_tokens_are_all_of_them() -> None:

@@ -13,7 +13,16 @@ from slipstream.configs.schema import StepLimits
 from slipstream.runner.engine import engine
 from slipstream.runner.scheduling.kv_blocks import BlockGroup
 from slipstream.runner.scheduling.plan import ScheduledRow
-from slipstream.runner.scheduling.policy import CPU_STEP_TOKENS, batch_order, sort_rows, step_tokens
+from slipstream.runner.scheduling.policy import (
+    CPU_STEP_TOKENS,
+    RequestQueue,
+    RowLimits,
+    batch_order,
+    next_row,
+    sort_rows,
+    spread,
+    step_tokens,
+)
 from slipstream.runner.scheduling.request import Request
 
 from ..schedule_bench import Bench, add
@@ -75,6 +84,40 @@ def test_prompts_are_spread_over_steps_in_which_requests_decode(
     prompts = [sum(tokens for tokens in step if tokens > 1) for step in steps]
     assert [tokens for tokens in prompts if tokens] == expected
     assert all(step.count(1) >= 4 for step in steps[: len(expected)])
+
+
+def decoding(request_id: str, max_tokens: int = 8, **options: Any) -> Request:
+    """A request whose prompt is computed."""
+    request = Request.from_message(add(request_id, [1, 2], max_tokens, **options), 0, 64)
+    request.enter(0, num_cached=2)
+    return request
+
+
+def test_beside_prompts_each_request_that_decodes_has_room_for_its_drafts() -> None:
+    running = RequestQueue()
+    assert spread(99, 16, running, 4) == 99  # nothing decodes
+    prefilling = Request.from_message(add("new", [1, 2]), 0, 64)
+    prefilling.enter(1, num_cached=0)
+    for request in (decoding("a"), decoding("b"), prefilling):
+        running.add(request)
+    assert spread(99, 16, running, 4) == 16 + 2 * 4
+    assert spread(20, 16, running, 4) == 20 and spread(99, None, running, 4) == 99
+
+
+@pytest.mark.parametrize(("max_tokens", "expected"), [(5, 3), (4, 3), (3, 2), (1, 0)])
+def test_a_row_has_no_draft_that_its_request_cannot_use(max_tokens: int, expected: int) -> None:
+    """The row's own token is the last one of a step. A uniform batch takes all drafts."""
+    for uniform, num_drafts in ((False, expected), (True, 3)):
+        row = next_row(decoding("a", max_tokens), RowLimits(64, 3, uniform), available=9)
+        assert row is not None and row.num_draft_tokens == num_drafts
+
+
+def test_a_step_of_requests_with_different_caps_ignores_them_to_be_uniform() -> None:
+    full, capped = decoding("full"), decoding("capped", speculative_max_tokens=1)
+    limits = RowLimits(64, 3, uniform_drafts=True)
+    for running, expected in (([capped], 1), ([full, capped], 3)):
+        row = next_row(capped, limits.of_step(running), available=9)
+        assert row is not None and row.num_draft_tokens == expected
 
 
 @pytest.mark.parametrize(

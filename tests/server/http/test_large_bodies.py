@@ -206,6 +206,25 @@ async def test_many_log_probabilities_are_put_together_off_the_loop(
     assert len(names) > 256 and {name.split("_")[0] for name in names} == {"long"}
 
 
+async def test_bodies_above_16_kilobytes_are_parsed_off_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads: list[str] = []
+
+    def noted(data: bytes) -> Any:
+        threads.append(threading.current_thread().name)
+        return json.loads(data)
+
+    monkeypatch.setattr("slipstream.server.http.body._decoded", noted)
+    body = json.dumps({"model": MODEL, "prompt": "a", "max_tokens": 1}).encode()
+    async with http_client(make_app(ScriptedEngine())) as client:
+        for size in (16_384, 16_385):
+            answer = await client.post("/v1/completions", content=body.ljust(size))
+            assert answer.status_code == 200, answer.text
+    assert threads[0] == threading.current_thread().name
+    assert len(threads) == 2 and threads[1].startswith("long_")
+
+
 def test_count_is_exact_where_the_text_may_be_encoded() -> None:
     with pytest.raises(TooManyTokens) as found:
         TOKENIZER.encode_batch(["ok", "xyz" * 50], limit=100)
