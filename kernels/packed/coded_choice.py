@@ -1,9 +1,9 @@
 """Which kernel computes a layer of 2 to 1,024 rows with fp8 weights if the checkpoint asks for
 8-bit activations: the fastest ones measured, and a rule for other shapes.
 
-On Hopper GPUs the kernel of `hopper_codes` multiplies 33 to 256 rows, and more in the layers that
-`WIDE` names. Torch multiplies more rows elsewhere, with kernels of their own that code its input
-and gate its output; of formats that it does not know, it multiplies a copy in 16 bits.
+On Hopper GPUs the kernel of `hopper_codes` multiplies 33 to 256 rows, and up to 1,024 of blocks.
+Torch multiplies more rows, with kernels of their own that code its input and gate its output; of
+formats that it does not know, it multiplies a copy in 16 bits.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from ..quant.tiled import TiledWeight
 from .kinds import Codes, fits_codes, fits_roles, format_name, has_groups
 
 USE_ROLES = True  # whether 33 to 256 rows are multiplied by warps with roles
-# The layers of 257 to 1,024 rows that warps with roles multiply, as (format, role): "fp8" or
-# "fp8 blocks", and gate_up, down, qkv or o. None, until a GPU has measured them.
-WIDE: frozenset[tuple[str, str]] = frozenset()
+# Of fp8 blocks, which torch would multiply as a copy in 16 bits, such warps multiply 257 to 1,024
+# rows, too. With scales of rows, torch's product of codes is as fast.
 _WIDE_BUCKETS = (512, 1024)
 
 Key: TypeAlias = tuple[str, Shape, int]  # format, shape, upper bound of rows
@@ -29,12 +28,7 @@ _GATE_UP, _DOWN = Shape("gate_up", 28672, 4096), Shape("down", 4096, 14336)
 # With `USE_ROLES` on Hopper this table comes first, for 2 rows and more; None = a kernel without
 # roles. Layers of 33 rows and more that it does not name follow `_with_roles`.
 _ROLES: Mapping[Key, Codes | None] = {
-    ("fp8", _GATE_UP, 16): Codes(128, 128, 5, 4, 1, 64, 0, 0, 0, roles=1),  # 33.6 us, else 34.4
-    ("fp8", _QKV, 128): None,  # 14.3 us, torch's 13.7 from a norm's codes
-    ("fp8", _QKV, 256): None,  # 18.3 us, torch's 13.9
-    ("fp8", _O, 256): Codes(128, 128, 7, 4, 2, 128, 0, 0, 0, roles=1, narrow=1),
     ("fp8", _GATE_UP, 256): Codes(128, 128, 4, 4, 1, 128, 0, 0, 0, roles=1, joined=1),
-    ("fp8", _DOWN, 256): Codes(128, 128, 7, 4, 2, 128, 1, 0, 0, roles=1, narrow=1),
     ("fp8 blocks", _QKV, 64): None,  # 13.3 us, without roles 12.9
     ("fp8 blocks", _O, 128): Codes(64, 128, 8, 4, 2, 128, 1, 0, 0, roles=1),
 }
@@ -65,10 +59,10 @@ def choose_coded(weight: TiledWeight, shape: Shape, num_rows: int) -> Codes | No
         return None
     key = format_name(weight), shape, bucket
     wide = bucket in _WIDE_BUCKETS
-    has_roles = USE_ROLES and (not wide or (key[0], shape.role) in WIDE)
+    has_roles = USE_ROLES and (not wide or has_groups(weight))
     if has_roles and is_hopper(weight):
-        rule = _wide if wide else _with_roles
-        choice = _ROLES.get(key, rule(shape, bucket, has_groups(weight)))
+        rule = _wide(shape, bucket) if wide else _with_roles(shape, bucket, has_groups(weight))
+        choice = _ROLES.get(key, rule)
         if choice is not None and fits_roles(weight, shape.role, choice.block_n):
             return choice
     if wide:
@@ -101,23 +95,17 @@ def _with_roles(shape: Shape, bucket: int, by_group: bool) -> Codes | None:
     return Codes(block_n, 128, stages, 4, split_k, height, int(by_group), 0, 0, roles=1)
 
 
-def _wide(shape: Shape, bucket: int, by_group: bool) -> Codes | None:
-    """The tile for more than 256 rows, by calculation: 128 rows and 256 weight rows, whose codes
-    come from L2 about as fast as they are multiplied. Sums of groups lack the registers for it."""
+def _wide(shape: Shape, bucket: int) -> Codes | None:
+    """The tile for more than 256 rows of blocks: the fastest measured for 512 rows of Qwen3 8B."""
     if shape.role == "gate_up":
-        return Codes(
-            *(128, 128, 4, 4, 1, 128, int(by_group), 0, 0), roles=1, joined=int(not by_group),
-            halves=1,
-        )  # fmt: skip
+        return Codes(128, 128, 4, 4, 1, 128, 1, 0, 0, roles=1, halves=1)
     if not shape.may_split:
         return None
-    # Nothing but a norm sums parts cheaply. Narrower tiles of qkv let halves fill the last round.
-    narrow = by_group or shape.role == "qkv"
-    block_n, stages = (128, 6) if narrow else (256, 4)
-    tiles, split_k = -(-shape.outputs // block_n) * (bucket // 128), 1
+    tiles, split_k = -(-shape.outputs // 128) * (bucket // 128), 1
+    # Nothing but a norm sums parts cheaply.
     while shape.role != "qkv" and tiles * split_k * 2 <= 132 and shape.inputs >= 2048 * split_k:
         split_k *= 2
-    return Codes(block_n, 128, stages, 4, split_k, 128, int(by_group), 0, 0, roles=1, halves=1)
+    return Codes(128, 128, 6, 4, split_k, 128, 1, 0, 0, roles=1, halves=1)
 
 
 def _rule(shape: Shape, bucket: int, by_group: bool) -> Codes | None:

@@ -85,8 +85,8 @@ def rare_steps(runner: SteppedRunner) -> None:
     for params in _RARE:
         steps.serve([params])
     most = min(steps.limits.max_num_batched_tokens, runner.facts.max_model_len - 1)
-    for power in range(most.bit_length()):
-        steps.serve_prompt(1 << power)
+    for size in sorted({most, *(1 << power for power in range(most.bit_length()))}):
+        steps.serve_prompt(size)
     budget = steps.limits.max_num_batched_tokens // (_PROMPT_LEN + steps.num_drafts)
     for power in range(1, min(steps.limits.max_num_seqs, budget).bit_length()):
         steps.serve([_KINDS[0]] * (1 << power))

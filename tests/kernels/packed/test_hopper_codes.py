@@ -208,7 +208,7 @@ def test_it_is_chosen_on_hopper_for_scales_of_rows(monkeypatch: pytest.MonkeyPat
         assert choice.by_group == (role in ("o", "down"))
 
 
-def test_more_than_256_rows_are_left_to_torch_but_for_layers_that_are_named(
+def test_more_than_256_rows_are_left_to_torch_but_up_to_1024_of_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     card = SimpleNamespace(capability=(9, 0))
@@ -229,28 +229,21 @@ def test_more_than_256_rows_are_left_to_torch_but_for_layers_that_are_named(
         return coded_choice.choose_coded(weight, shape, rows)
 
     for shape in shapes:
-        assert not any(chosen(shape, rows, blocks) for rows in (257, 1024) for blocks in (0, 1))
-    names = {(name, shape.role) for name in ("fp8", "fp8 blocks") for shape in shapes}
-    monkeypatch.setattr(coded_choice, "WIDE", names - {("fp8", "o")})
+        assert not any(chosen(shape, rows, False) for rows in (257, 512, 1024))
     for shape in shapes[:-1]:
-        for blocks in (False, True):
-            gates = 2 if shape.role == "gate_up" else 1
-            for rows in (257, 512, 513, 1024):
-                if shape.role == "o" and not blocks:
-                    assert chosen(shape, rows, blocks) is None
-                    continue
-                choice = chosen(shape, rows, blocks)
-                assert choice is not None and choice.roles and choice.block_m == 128
-                assert choice.by_group == blocks
-                assert choice.joined == (shape.role == "gate_up" and not blocks)
-                assert choice.stages * (gates * choice.block_n + 128) * 128 <= 208 * 1024
-                tiles = -(-shape.outputs // gates // choice.block_n) * (512 if rows < 513 else 1024)
-                assert choice.split_k == 1 or tiles // 128 * choice.split_k <= 132
-            assert chosen(shape, 1025, blocks) is None
-    assert chosen(shapes[-1], 512, False) is None
+        gates = 2 if shape.role == "gate_up" else 1
+        for rows in (257, 512, 513, 1024):
+            choice = chosen(shape, rows, True)
+            assert choice is not None and choice.roles and choice.block_m == 128
+            assert choice.by_group and choice.halves and not choice.joined
+            assert choice.stages * (gates * choice.block_n + 128) * 128 <= 208 * 1024
+            tiles = -(-shape.outputs // gates // choice.block_n) * (512 if rows < 513 else 1024)
+            assert choice.split_k == 1 or tiles // 128 * choice.split_k <= 132
+        assert chosen(shape, 1025, True) is None
+    assert chosen(shapes[-1], 512, True) is None
     measured = replace(TILE, block_m=128)
-    monkeypatch.setattr(coded_choice, "_ROLES", {("fp8", shapes[3], 512): measured})
-    assert chosen(shapes[3], 300, False) == measured != chosen(shapes[3], 600, False)
+    monkeypatch.setattr(coded_choice, "_ROLES", {("fp8 blocks", shapes[3], 512): measured})
+    assert chosen(shapes[3], 300, True) == measured != chosen(shapes[3], 600, True)
 
 
 def test_a_tile_may_not_meet_two_blocks() -> None:

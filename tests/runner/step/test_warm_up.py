@@ -79,6 +79,21 @@ def test_prompts_of_the_first_steps_fit_into_a_small_step(model: Any, max_num_to
     runner.shutdown()
 
 
+@pytest.mark.parametrize("max_num_tokens", [21, 32])
+def test_rare_steps_have_the_longest_prompt_of_a_step(model: Any, max_num_tokens: int) -> None:
+    runner = make_runner(model, TinySetup(max_num_reqs=2, max_num_tokens=max_num_tokens))
+    execute, prompts = runner.execute, set()
+
+    def count(plan: StepPlan) -> Any:
+        prompts.update(row.num_tokens for row in plan.rows)
+        return execute(plan)
+
+    runner.execute = count  # type: ignore[method-assign]
+    rare_steps(runner)
+    assert {1, 2, 4, 8, 16, max_num_tokens} <= prompts
+    runner.shutdown()
+
+
 def test_steps_that_do_not_fit_are_left_out(model: Any) -> None:
     runner = make_runner(model, TinySetup(num_blocks=2))
     runner.execute = None  # type: ignore[method-assign, assignment]
