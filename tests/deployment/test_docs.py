@@ -128,7 +128,10 @@ def test_flags_that_pages_mention_exist() -> None:
         *("--help", "--flag", "--no-flag"),
     }
     for script in (*ROOT.glob("tests/lab/*.py"), *ROOT.glob("tests/reliability/*.py")):
-        elsewhere |= set(re.findall(r'"(--[a-z0-9-]+)"', script.read_text()))
+        text = script.read_text()
+        elsewhere |= set(re.findall(r'"(--[a-z0-9-]+)"', text))
+        switches = re.findall(r'"--([a-z0-9-]+)", action=argparse\.BooleanOptionalAction', text)
+        elsewhere |= {f"--no-{name}" for name in switches}
     for path in DOCS.glob("*.md"):
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", path.read_text()):
             assert flag in words | elsewhere, f"{path.name} mentions {flag}"
