@@ -19,6 +19,7 @@ from slipstream.configs.schema import (
     Config,
     GraphConfig,
     ModelConfig,
+    ParallelConfig,
     SchedulerConfig,
     ServerConfig,
     SpeculativeConfig,
@@ -36,7 +37,7 @@ from slipstream.runner.startup.compile_ahead import (
 )
 
 CARD = Card("NVIDIA H100 80GB HBM3", (9, 0), 132)
-Start = Callable[[str], CompileAhead]
+Start = Callable[..., CompileAhead]
 
 
 def folder(at: Path, **values: Any) -> str:
@@ -86,6 +87,10 @@ def test_what_kernels_depend_on_makes_another_stamp(
         replace(config, speculative=SpeculativeConfig()),
         replace(config, speculative=replace(drafts, num_speculative_tokens=5)),
         replace(config, speculative=replace(drafts, model=wider)),
+        replace(config, model=replace(config.model, hf_overrides='{"num_hidden_layers": 3}')),
+        replace(config, cache=CacheConfig(kv_cache_dtype="fp8")),
+        replace(config, parallel=ParallelConfig(tensor_parallel_size=2)),
+        replace(config, parallel=ParallelConfig(enable_expert_parallel=True)),
     ]
     keys = {start_key(other) for other in others}
     for name in ("SLIPSTREAM_HOPPER_PREFILL", "SLIPSTREAM_PDL"):
@@ -104,6 +109,11 @@ def test_a_start_without_a_gpu_or_on_the_cpu_starts_no_process(
     monkeypatch.delenv(start_ahead.OFF, raising=False)
     monkeypatch.setattr(start_ahead, "_DRIVERS", (str(there),))
     assert is_wanted(config)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+    for least, is_enough in ((3, True), (4, False)):
+        monkeypatch.setattr(start_ahead, "_MIN_CORES", least)
+        assert is_wanted(config) == is_enough
+    monkeypatch.setattr(start_ahead, "_MIN_CORES", 1)
     assert not is_wanted(replace(config, model=replace(config.model, device="cpu")))
     monkeypatch.setenv(start_ahead.OFF, "0")
     assert not is_wanted(config)
@@ -116,17 +126,21 @@ def test_a_start_without_a_gpu_or_on_the_cpu_starts_no_process(
 def start(config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Start:
     """Replace the dry start by a script, which gets the write ends of the pipes as `gates`."""
 
-    def begin(script: str) -> CompileAhead:
+    python = sys.executable  # which the first script replaces
+
+    def begin(script: str, card: Card = CARD) -> CompileAhead:
         program = tmp_path / "python"
         program.write_text(
-            f"#!{sys.executable}\nimport json, os, sys, time\n"
+            f"#!{python}\nimport json, os, sys, time\n"
             "gates = [int(gate) for gate in sys.argv[4:]]\n"
             "config, card = sys.stdin.readline(), json.loads(sys.stdin.readline())\n" + script
         )
         program.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(program))
         ahead = CompileAhead(config)
-        ahead.tell(CARD)
+        ahead.wait_for(ATTENTION)
+        assert ahead.seconds == 0  # nothing compiles before the GPU is known
+        ahead.tell(card)
         return ahead
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
@@ -214,11 +228,39 @@ def test_a_process_that_hangs_is_ended_after_the_longest_wait(
     assert time.monotonic() - began < 5 and not ahead.is_compiling
 
 
-def test_a_start_compiled_before_waits_for_nothing(start: Start) -> None:
+def test_a_start_compiled_before_waits_for_nothing(start: Start, config: Config) -> None:
     first = start("""print("{}")""")
     assert first.wait() is not None
     second = start("time.sleep(60)")
     assert not second.is_compiling and waits(second) == [0, 0, 0] and second.wait() is None
+    assert not start("time.sleep(60)", replace(CARD, memory_bytes=1 << 30)).is_compiling
+    other = start("time.sleep(60)", replace(CARD, num_processors=78))
+    assert other.is_compiling
+    other.stop()
+
+
+def test_kernels_that_failed_are_compiled_again_by_the_next_start(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert start("""print('{"num_compiled": 5, "num_failed": 2}')""").wait() is not None
+    assert "2 kernels failed to compile" in caplog.text
+    again = start("time.sleep(60)")
+    assert again.is_compiling
+    again.stop()
+
+
+def test_the_process_starts_before_the_gpu_is_known_and_ends_with_the_context(
+    start: Start, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start_ahead, "is_wanted", lambda config: True)
+    start("""print("{}")""").stop()
+    with start_ahead.start_ahead(config) as ahead:
+        assert ahead is not None and ahead._process is not None
+        process = ahead._process
+    assert process.returncode is not None
+    assert start("""print("{}")""").wait() is not None
+    with start_ahead.start_ahead(config) as ahead:  # all is compiled, so it waits for `tell`
+        assert ahead is not None and ahead._process is None
 
 
 def test_a_start_continues_if_no_process_can_be_started(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -95,6 +96,7 @@ def test_requests_of_a_model_with_experts_have_contexts_of_their_own(
     measure_steps(runner, CONFIG)
     entries = [plan for plan in runner.plans if plan.new_requests]
     assert all(sum(row.num_tokens for row in plan.rows) <= 64 for plan in entries)
+    assert len(entries) == (8 if recurrent else 7)  # no more than needed
     new = [request for plan in entries for request in plan.new_requests]
     assert [request.slot for request in new] == [0, *range(8), *range(4), *range(2)]
     blocks = {request.slot: tuple(request.block_ids[0]) for request in new}
@@ -105,3 +107,40 @@ def test_requests_of_a_model_with_experts_have_contexts_of_their_own(
     computed = [request.slot for request in new if not request.num_computed_tokens]
     again = [*range(8), *range(4), *range(2)] if recurrent else range(1, 8)
     assert computed == [0, *again]
+
+
+class Members:
+    """This engine and another one that shares its experts."""
+
+    rank = 0
+
+    def __init__(self, of_other: int) -> None:
+        self._of_other = of_other
+
+    def least(self, values: Sequence[int]) -> list[int]:
+        return [min(value, self._of_other) for value in values]
+
+
+def test_engines_end_with_the_first_whose_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = SlowRunner(monkeypatch, 0.001)
+    assert measure_steps(runner, CONFIG, Members(-1)) == {} and not runner.plans
+    assert len(measure_steps(runner, CONFIG, Members(0))) == 8
+
+
+@pytest.mark.parametrize("engines", [None, Members(0)])
+def test_steps_follow_each_other_as_in_the_engine(
+    monkeypatch: pytest.MonkeyPatch, engines: Members | None
+) -> None:
+    """Their tokens are counted as if all drafts were accepted. Without drafts they defer the
+    drafter, unless other engines' passes of it need this one's."""
+    runner = SlowRunner(monkeypatch, 10.0)
+    measure_steps(runner, CONFIG, engines)
+    prompt, *steps = [plan for plan in runner.plans if plan.rows]
+    at = prompt.rows[0].num_computed_tokens + prompt.rows[0].num_tokens
+    for plan in steps[:10]:
+        (row,) = plan.rows
+        assert row.num_computed_tokens == row.num_output_tokens == at
+        assert row.num_tokens == plan.num_drafts + 1
+        at += row.num_tokens
+        assert plan.defers_drafter == (engines is None and not plan.num_drafts)
+    assert [plan.num_drafts for plan in steps[:10]] == [0] * 5 + [3] * 5

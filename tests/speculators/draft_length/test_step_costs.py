@@ -109,6 +109,29 @@ def test_the_first_steps_of_a_size_move_all_costs_that_are_not_confirmed() -> No
     assert costs.seconds(8, 3) == pytest.approx(H100[8][3] / 1000, rel=0.01)
 
 
+def times(costs: StepCosts, num_reqs: int) -> list[float]:
+    """Costs of a size by number of drafts, as multiples of the measured ones."""
+    return [costs.seconds(num_reqs, k) / (H100[num_reqs][k] / 1000) for k in range(K + 1)]
+
+
+def test_costs_that_fall_are_believed_at_once_and_other_sizes_fall_with_the_first_only() -> None:
+    costs = StepCosts(measured(), K)
+    for num_reqs, factor in ((64, 0.5), (8, 0.25)):
+        for _ in range(3):
+            costs.refine(num_reqs, 3, factor * H100[num_reqs][3] / 1000, steady=3)
+    for num_reqs in (1, 8, 64, 256):
+        factor = 0.25 if num_reqs == 8 else 0.5
+        assert times(costs, num_reqs) == pytest.approx([factor] * (K + 1))
+
+
+def test_no_k_seems_cheaper_than_fewer_drafts_that_turned_out_dear() -> None:
+    costs = StepCosts(measured(), K)
+    for _ in range(3):
+        costs.refine(64, 0, 2 * H100[64][0] / 1000, steady=0)
+    row = costs.row(64)
+    assert row[0] == pytest.approx(2 * H100[64][0] / 1000) and list(row) == sorted(row)
+
+
 def test_steps_of_several_engines_contradict_no_measurement() -> None:
     costs = StepCosts(measured(), K, is_alone=False)
     for _ in range(3):
@@ -182,6 +205,20 @@ def test_one_disturbed_step_of_four_decides_no_cost() -> None:
     for _ in range(10):  # it verified three and made another number
         costs.refine(64, 3, 0.010)
     assert not costs.is_certain(64, 3)
+
+
+def test_steps_before_a_change_decide_no_cost_after_it() -> None:
+    costs = StepCosts(measured(), K, is_trusted=False)
+    for num_drafts, num_steps in ((0, 4), (1, 3)):
+        for _ in range(num_steps):
+            costs.refine(8, num_drafts, true_seconds(8, num_drafts), steady=num_drafts)
+    for _ in range(30):
+        costs.refine(8, 0, 2 * true_seconds(8, 0), steady=0)
+    for _ in range(4):
+        assert not costs.is_certain(8, 1)
+        costs.refine(8, 1, 2 * true_seconds(8, 1), steady=1)
+    assert costs.is_certain(8, 1)
+    assert costs.seconds(8, 1) == pytest.approx(2 * true_seconds(8, 1))
 
 
 def test_steps_with_drafts_for_some_decide_the_cost_of_their_k() -> None:
