@@ -194,7 +194,7 @@ class StepCosts:
         self._is_confirmed[cell], self._raised[cell] = True, 0.0
         if is_first and is_wrong:
             self._move_others(row, change)
-        elif self._was_wrong and not is_first:
+        elif self._was_wrong:
             self._interpolate(row)
         return True
 

@@ -302,6 +302,10 @@ def test_measured_tiles_come_before_the_rule() -> None:
         if choice is not None:
             assert choice.block_m >= min(bucket, 128) and choice.block_k % 128 == 0
             assert choice.split_k == 1 or shape.may_split
+    few = Shape("down", 64, 1 << 16)  # a tile alone would fill no GPU
+    weight = SimpleNamespace(**made_of, group=few.inputs, columns=few.inputs)
+    found = choose_coded(weight, few, 16)
+    assert found is not None and found.split_k == 8
 
 
 def test_reordered_columns_are_not_coded() -> None:

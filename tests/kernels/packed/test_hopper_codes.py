@@ -185,6 +185,9 @@ def test_it_is_chosen_on_hopper_for_scales_of_rows(monkeypatch: pytest.MonkeyPat
     weight.group = weight.row_group = 128
     of_blocks = {role: chosen(role, 128) for role in layers}
     assert all(choice.roles and choice.by_group for choice in of_blocks.values())
+    layers["gate_up"] = Shape("gate_up", 28608, 4096)  # gates end inside a block
+    assert not chosen("gate_up", 128).roles
+    layers["gate_up"] = Shape("gate_up", 28672, 4096)
     weight.group, weight.row_group = 4096, 1
     measured = replace(TILE, narrow=1)
     table = {("fp8", layers["o"], rows): measured for rows in (16, 32)}
@@ -205,6 +208,8 @@ def test_it_is_chosen_on_hopper_for_scales_of_rows(monkeypatch: pytest.MonkeyPat
         codes = (gates * choice.block_n + choice.block_m) * 128
         assert choice.stages * codes <= 208 * 1024 and choice.stages >= 4
         assert choice.split_k == 1 or layers[role].may_split
+        tiles = layers[role].outputs // gates // choice.block_n * rows / choice.block_m
+        assert choice.split_k == 1 or tiles * choice.split_k <= 132
         assert choice.by_group == (role in ("o", "down"))
 
 

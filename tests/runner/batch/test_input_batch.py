@@ -82,6 +82,21 @@ def test_host_copies_of_two_steps_in_flight_are_apart() -> None:
     assert (first.query_start_loc_cpu.tolist(), bounds.tolist()) == held
 
 
+@pytest.mark.parametrize("other", ["gathered", "dummy"])
+def test_a_batch_is_placed_again_after_another_one(other: str) -> None:
+    buffers, table = make()
+    desc = BatchExecutionDescriptor(CUDAGraphMode.FULL, 2, 2, 1)
+    for _ in range(2):
+        batch = buffers.place([3, 1], [0, 0], desc, 1)
+        assert batch.idx_mapping.tolist() == [3, 1]
+        assert batch.query_start_loc.tolist() == [0, 1, 2]
+        assert buffers.place([3, 1], [0, 0], desc, 1) is batch  # uploaded once
+        if other == "dummy":
+            buffers.fill_dummy(desc)
+        else:
+            gather(buffers, table, [5, 6], eager_descriptor(11, 2, None))
+
+
 def test_a_batch_larger_than_the_buffers_is_a_bug() -> None:
     buffers, table = make()
     with pytest.raises(AssertionError):

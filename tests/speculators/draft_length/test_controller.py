@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from slipstream.speculators.draft_length.controller import DraftController
+from slipstream.speculators.draft_length.probes import LASTING, Probe
 from slipstream.speculators.draft_length.step_costs import StepCosts
 
 from ...cases import some
@@ -65,6 +66,21 @@ def test_drafts_that_only_seem_to_pay_are_seldom_tried(num_reqs: int) -> None:
         chosen.append(k)
     gain = [1.0, 1.7, 1.735, 1.73675]
     assert sum(gain[k] for k in chosen) / sum(factors[k] for k in chosen) >= 0.985
+
+
+def test_probes_are_rarer_if_they_are_in_vain_and_once_much_later_if_drafting_was() -> None:
+    probe = Probe()
+
+    def due(num_steps: int) -> list[int]:
+        return [step for step in range(num_steps) if probe.is_due(num_reqs=8, lost=0.0)]
+
+    assert due(112) == [15, 31, 63, 111]
+    probe.ended(10, 0.15)  # a loss of 1.5 steps, which may be 0.75 % of the time
+    assert not probe.is_recent and due(296) == [199, 247, 295]
+    recent = [probe.is_recent and not probe.is_due(8, 0.0) for _ in range(20)]
+    assert recent == [True] * 16 + [False] * 4
+    probe.ended(LASTING, 0.5)
+    assert due(16) == [15]
 
 
 def test_a_probe_moves_nothing_that_is_believed() -> None:

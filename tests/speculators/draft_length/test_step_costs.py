@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from slipstream.speculators.draft_length.probes import Trials
 from slipstream.speculators.draft_length.step_costs import StepCosts
 
 from ...cases import some
@@ -187,6 +188,36 @@ def test_costs_of_a_busy_time_are_forgotten_after_it() -> None:
     assert costs.seconds(1, 3) == pytest.approx(true_seconds(1, 3), rel=0.1)
 
 
+def test_trials_have_three_steps_and_are_rarer_while_they_teach_nothing() -> None:
+    costs, trials = StepCosts(measured(), K, is_trusted=False), Trials()
+    for _ in range(4):
+        costs.refine(8, 0, true_seconds(8, 0), steady=0)
+
+    def tried(num_steps: int, *allowed: int) -> list[int]:
+        row, tokens = costs.row(8), np.arange(1.0, K + 2)
+        found = [trials.next(costs, 8, row, tokens, allowed) for _ in range(num_steps)]
+        assert set(found) <= {None, 1}  # the first K whose cost is not known
+        return [step for step, k in enumerate(found) if k]
+
+    assert tried(70, 0, 1, 2, 3) == [15, 16, 17, 33, 34, 35, 67, 68, 69]
+    costs.refine(8, 1, true_seconds(8, 1), steady=1)  # as in the last trial
+    assert tried(66, 0, 1, 3) == [63, 64, 65] and tried(18, 0, 1) == [15, 16, 17]
+    assert tried(32, 0, 1) == [31] and tried(3, 0) == []  # no request wants drafts any more
+
+
+@pytest.mark.parametrize(("tokens", "tried"), [(1.02, None), (1.04, 1)])
+def test_a_k_that_would_gain_little_if_it_cost_nothing_is_not_tried(
+    tokens: float, tried: int | None
+) -> None:
+    costs, trials = StepCosts(measured(), K, is_trusted=False), Trials()
+    for _ in range(4):
+        costs.refine(8, 0, true_seconds(8, 0), steady=0)
+    expected = np.array([1.0] + [tokens] * K)
+    for _ in range(16):
+        found = trials.next(costs, 8, costs.row(8), expected, (0, 1, 2, 3))
+    assert found == tried
+
+
 def test_what_is_measured_well_is_not_tried_for_its_cost() -> None:
     chooser = controller(1)
     run = simulate(LAWS["good"], 1, chooser, 300)
@@ -217,8 +248,21 @@ def test_steps_before_a_change_decide_no_cost_after_it() -> None:
     for _ in range(4):
         assert not costs.is_certain(8, 1)
         costs.refine(8, 1, 2 * true_seconds(8, 1), steady=1)
-    assert costs.is_certain(8, 1)
     assert costs.seconds(8, 1) == pytest.approx(2 * true_seconds(8, 1))
+    costs.refine(8, 0, 2 * true_seconds(8, 0), steady=0)
+    assert costs.is_certain(8, 1)  # nothing has changed since then
+
+
+@pytest.mark.parametrize(("is_trusted", "shared"), [(True, 0.3), (False, 1.0)])
+def test_a_step_moves_its_own_cost_most_and_guesses_as_much(
+    is_trusted: bool, shared: float
+) -> None:
+    costs = StepCosts(measured(), K, is_trusted, is_alone=False)
+    costs.refine(8, 2, 1.1 * true_seconds(8, 2))
+    for num_reqs, num_drafts in measured():
+        share = 1.0 if (num_reqs, num_drafts) == (8, 2) else shared
+        moved = costs.seconds(num_reqs, num_drafts) / true_seconds(num_reqs, num_drafts)
+        assert moved == pytest.approx(1.1 ** (0.1 * share))
 
 
 def test_steps_with_drafts_for_some_decide_the_cost_of_their_k() -> None:
