@@ -61,6 +61,11 @@ def test_a_grammar_applies_to_drafts_and_next_to_requests_without_one() -> None:
         bench.run()
         for message in messages:
             bench.expect(message)
+        masked = [plan for plan in bench.runner.plans if plan.has_grammar]
+        waited = {
+            any(row.num_draft_tokens for row in plan.rows): plan.needs_draft_ids for plan in masked
+        }
+        assert waited == {True: True, False: False}  # a step without drafts waits for none
 
 
 def test_drafts_that_the_grammar_forbids_do_not_count_as_drafted(

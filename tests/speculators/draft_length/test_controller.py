@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from slipstream.speculators.draft_length.acceptance import Acceptance
 from slipstream.speculators.draft_length.controller import DraftController
 from slipstream.speculators.draft_length.probes import LASTING, Probe
 from slipstream.speculators.draft_length.step_costs import StepCosts
@@ -97,6 +98,37 @@ def test_a_probe_moves_nothing_that_is_believed() -> None:
     chooser.observe(slots, [1, 1], [1, 1])
     chooser.observe(slots, [1, 1], [1, 1])
     assert chooser.tokens(slots)[1] > before[1] + 0.2
+
+
+@pytest.mark.parametrize(
+    ("best", "gain", "chosen"), [(0, 1.004, 3), (0, 1.02, 0), (1, 1.02, 3), (1, 1.04, 1)]
+)
+def test_no_drafts_need_promise_less_than_another_k(best: int, gain: float, chosen: int) -> None:
+    tokens = controller(1).tokens([0])
+    seconds = {(1, k): float(tokens[k]) * (1.0 if k == 3 else 1.05) for k in range(K + 1)}
+    seconds[1, best] = float(tokens[best]) / gain
+    chooser = controller(1, StepCosts(seconds, K))
+    assert chooser.choose([0]).num_drafts == chosen
+
+
+def test_a_k_above_every_cap_is_left_whatever_another_promises() -> None:
+    chooser = controller(1, StepCosts({(1, k): 1.0 + 0.001 * k for k in range(K + 1)}, K))
+    assert chooser.choose([0]).num_drafts == 3
+    chooser.restart(0, 2, greedy=True)
+    assert chooser.choose([0]).num_drafts == 2
+
+
+def test_only_the_first_step_of_a_probe_fades_what_is_believed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chooser = controller(2, StepCosts({(2, k): 1.0 + 0.62 * k for k in range(K + 1)}, K))
+    faded: list[int] = []
+    steps: list[int] = []
+    monkeypatch.setattr(Acceptance, "fade", lambda self, slots: faded.append(len(steps)))
+    while len(steps) < 60:
+        steps.append(chooser.choose([0, 1]).num_drafts)
+    probes = [step for step, k in enumerate(steps) if k]
+    assert len(probes) >= 6 and faded == probes[::3]  # three steps of two rows
 
 
 def test_a_batch_that_grows_gets_another_k_at_once() -> None:
