@@ -358,8 +358,7 @@ class LlamaModel(PreNormModel):
         super().__init__(config, fmt, blocks, rotary)
         self.blocks = blocks
         if fmt.packed and fmt.ranks is None and not fmt.torch_only:
-            inner = getattr(config, "intermediate_size", 0)  # models of experts may lack it
-            self.row_decoder = RowDecoder(config.hidden_size, inner, fmt.device)
+            self.row_decoder = RowDecoder(fmt.device)
         if fmt.native and fmt.ranks is None:  # it runs layers without collectives
             rotaries = [rotary] * len(blocks)
             self.decoder = NativeDecoder(blocks, self.attention_layers(), rotaries)

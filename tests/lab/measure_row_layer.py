@@ -29,10 +29,10 @@ from linear_tune import fails_in_fork
 from measure_chain import H200, Bench
 from measure_packed_row import TOLERANCE, make_step
 from measure_packed_row import using as choosing
+from torch import Tensor
 
 from slipstream.kernels.compile_ahead import ForkingExecutor, compiling_only, without_gpu
 from slipstream.kernels.packed.persistent import row_layer
-from slipstream.kernels.packed.persistent.row_memory import RowMemory
 from slipstream.kernels.packed.persistent.row_weights import RowLayer
 from slipstream.kernels.packed.persistent.triton import hopper_row
 from slipstream.kernels.packed.persistent.triton.hopper_row import Form
@@ -42,16 +42,6 @@ PATIENCE = 10**8 // 1024  # of the programs, times 1024 cycles
 WHOLE = {"last_sums": 4}
 FORMS: Sequence[tuple[dict[str, int], dict[str, int]]] = (  # of the kernel, of attention's plan
     ({}, {}),
-    ({"exchange": 1}, {}),
-    ({"exchange": 2}, {}),
-    ({"exchange": 2, "late": 1}, {}),
-    ({"exchange": 2, "late": 1, "stages": 8}, {}),
-    ({"exchange": 2, "late": 1, "stages": 8, "flying": 4}, {}),
-    ({"exchange": 2, "late": 1, "stages": 6, "early": 0}, {}),
-    ({"exchange": 2, "late": 1, "stages": 6, "early": 1}, {}),
-    ({"exchange": 2, "late": 1, "held": 8, "registers": 152, "early": 0}, {}),
-    ({"exchange": 2, "stages": 8, "early": 0}, {}),
-    ({"exchange": 2, "late": 2, "flying": 4}, {}),
     ({"stages": 6, "early": 0}, {}),
     ({"stages": 5, "early": 0}, {}),
     ({"held": 8, "registers": 152, "early": 0}, {}),
@@ -79,16 +69,12 @@ def layers_of(step: Step) -> list[RowLayer]:
     return layers
 
 
-def memory_of(layer: RowLayer, device: torch.device) -> RowMemory:
-    return RowMemory.new(layer.o.shape[0], layer.down.shape[1], device)
-
-
-def launches(layers: Sequence[RowLayer], form: Form, memory: RowMemory) -> None:
+def launches(layers: Sequence[RowLayer], form: Form, counter: Tensor) -> None:
     """The launches of all layers without attention: each reads the stream of the one before."""
-    hidden = memory.words.new_ones(1, layers[0].o.shape[0], dtype=BF16)
+    hidden = counter.new_ones(1, layers[0].o.shape[0], dtype=BF16)
     for layer in layers:
         multiply = partial(hopper_row.multiply, form=form, patience=PATIENCE)
-        hidden, _ = multiply(hidden, hidden, layer, memory)
+        hidden, _ = multiply(hidden, hidden, layer, counter)
 
 
 def check_alone(layers: Sequence[RowLayer]) -> None:
@@ -96,10 +82,10 @@ def check_alone(layers: Sequence[RowLayer]) -> None:
     device = layers[0].o.device
     hidden = layers[0].o.shape[0]
     x, residual = (torch.randn(1, hidden, device=device).to(BF16) for _ in range(2))
-    memory = memory_of(layers[0], device)
+    counter = torch.zeros(1, dtype=torch.int32, device=device)
     exact = row_layer.multiply_row_reference(x.float(), residual.float(), layers[0])
     for turn in range(3):
-        got = hopper_row.multiply(x, residual, layers[0], memory, patience=PATIENCE)
+        got = hopper_row.multiply(x, residual, layers[0], counter, patience=PATIENCE)
         torch.cuda.synchronize()
         bench = Bench(device)
         errors = [
@@ -107,7 +93,7 @@ def check_alone(layers: Sequence[RowLayer]) -> None:
             for a, b in zip(got, exact, strict=True)
             if a is not None and b is not None
         ]
-        count = int(memory.counter) & 0xFFFFFFFF
+        count = int(counter) & 0xFFFFFFFF
         shown = ", ".join(f"{error:.5f}" for error in errors)
         print(f"launch {turn}: relative errors of stream and qkv {shown}; counter {count:#x}")
         assert all(error < TOLERANCE for error in errors)
@@ -117,7 +103,7 @@ def run(bench: Bench, kind: str, count: int, deadline: float) -> None:
     """Print the chain of one format in all forms."""
     step = make_step(kind, bench.device, 2 if bench.is_dry else count)
     layers = layers_of(step)
-    memory = memory_of(layers[0], bench.device)
+    counter = torch.zeros(1, dtype=torch.int32, device=bench.device)
     if not bench.is_dry:
         check_alone(layers)
     with patch.dict(os.environ, {"SLIPSTREAM_ROW_LAYER": "0"}):
@@ -149,7 +135,7 @@ def run(bench: Bench, kind: str, count: int, deadline: float) -> None:
                 error = bench.error(step.hidden(), exact)
                 us = bench.time([step.hidden]) / count
             if form not in alone:
-                alone[form] = bench.time([partial(launches, layers, form, memory)]) / count
+                alone[form] = bench.time([partial(launches, layers, form, counter)]) / count
         except Exception as problem:  # a lab script: name it and go on
             print(f"{kind:5} failed: {changes} {plan} {str(problem)[:160]}", flush=True)
             if bench.is_dry or "CUDA error" in str(problem):

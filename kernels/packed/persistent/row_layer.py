@@ -14,7 +14,6 @@ from torch.nn import functional
 
 from ...linear.norm_rope import fused_add_rms_norm_reference
 from ...quant.tiled import TiledWeight
-from .row_memory import RowMemory
 from .row_weights import RowLayer
 
 
@@ -28,17 +27,17 @@ def row_layers_wanted() -> bool:
 
 
 def multiply_row(
-    x: Tensor, residual: Tensor, layer: RowLayer, memory: RowMemory
+    x: Tensor, residual: Tensor, layer: RowLayer, counter: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the stream [1, H] after a layer, and query, key and value [1, N] of the next one.
 
     x: [1, heads * head_dim], what attention computed; residual: [1, H], the stream before it;
-    memory: of no two launches that may run at the same time. All must be on a GPU, and
-    `fits_row_layer` be True.
+    counter: [1] int32, zero before the first launch that uses it, and of no two launches that may
+    run at the same time. All must be on a GPU, and `fits_row_layer` be True.
     """
     from .triton.hopper_row import multiply
 
-    found: tuple[Tensor, Tensor | None] = multiply(x, residual, layer, memory)
+    found: tuple[Tensor, Tensor | None] = multiply(x, residual, layer, counter)
     return found
 
 

@@ -12,6 +12,7 @@ from ...quant.tiled import TiledWeight
 from ..kinds import fits_direct, has_groups
 
 _LEAST_BYTES = 64 << 20  # of a layer; with fewer, programs wait for each other most of the time
+_MOST_COLUMNS = 1 << 15  # shared memory holds a whole input beside the words
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class RowLayer:
 
 def fits_row_layer(layer: RowLayer, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernel knows these weights on a Hopper GPU: fp8 with scales of rows, or int4 in
-    groups of 128 with the zero 8; and activations in bfloat16."""
+    groups of 128 with the zero 8; at most 32768 columns; and activations in bfloat16."""
     card = card_of(device)
     if dtype != torch.bfloat16 or (card is not None and card.capability[0] != 9):
         return False
@@ -54,6 +55,8 @@ def fits_row_layer(layer: RowLayer, dtype: torch.dtype, device: torch.device) ->
 
 def _fits(weight: TiledWeight) -> bool:
     if weight.order is not None or weight.zeros is not None or weight.shape[0] % 16:
+        return False
+    if weight.shape[1] > _MOST_COLUMNS:
         return False
     if not fits_direct(weight) or weight.words.numel() >= 2**31:
         return False

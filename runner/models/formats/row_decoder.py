@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ....kernels.linear.linear import Norm
 from ....kernels.packed.persistent.row_layer import multiply_row, row_layers_wanted
-from ....kernels.packed.persistent.row_memory import RowMemory
 from ....kernels.packed.persistent.row_weights import RowLayer, fits_row_layer
 from ....kernels.quant.tiled import TiledWeight
 from ...attention.base import AttentionState
@@ -66,9 +65,9 @@ def tiled_matrix(packed: PackedLayer | None, bias: Tensor | None) -> TiledWeight
 class RowDecoder:
     """Runs blocks for one row; see the top of the file."""
 
-    def __init__(self, hidden: int, inner: int, device: torch.device) -> None:
+    def __init__(self, device: torch.device) -> None:
         # Made here, because a graph that is being captured could not fill it.
-        self._memory = RowMemory.new(hidden, inner, device)
+        self._counter = torch.zeros(1, dtype=torch.int32, device=device)
         self._known: dict[tuple[int, ...], list[RowLayer] | None] = {}
 
     def runs(self, blocks: Sequence[Any], hidden: Tensor) -> bool:
@@ -96,7 +95,7 @@ class RowDecoder:
                 continue
             qkv = block.enter_row(hidden) if qkv is None else qkv
             attended = block.attend_row(qkv, rotary, attention)
-            hidden, qkv = multiply_row(attended, hidden, next(left), self._memory)
+            hidden, qkv = multiply_row(attended, hidden, next(left), self._counter)
         keep(len(blocks), hidden)
         return hidden
 

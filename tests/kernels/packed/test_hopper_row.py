@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +10,11 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.packed.persistent.row_layer import multiply_row_reference
-from slipstream.kernels.packed.persistent.row_memory import RowMemory
 from slipstream.kernels.packed.persistent.row_weights import RowLayer, fits_row_layer
 from slipstream.kernels.quant.tiled import tile
 
 from ...cases import some
-from ..gluon_threads import TIMEOUT, ThreadedKernel, load, store
+from ..gluon_threads import ThreadedKernel, load
 from ..quant.random_weights import FORMATS, random_weight
 
 pytestmark = pytest.mark.usefixtures("triton_interpreter")
@@ -29,8 +27,7 @@ SIZES = {
     "int4 128": (768, 512, 2304, 336),
     "fp8 rows": (384, 1152, 1280, 48),
 }
-
-# The same with two steps of `down` and more.
+# The same with an input of `down` that two warps copy in two parts.
 LONG = {
     "int4 128": (768, 512, 4480, 336),
     "fp8 rows": (384, 1152, 4352, 48),
@@ -49,22 +46,6 @@ def masked_8(words: Tensor) -> tuple[Tensor, ...]:
     )
 
 
-def arrived(
-    pointers: Any, inside: Tensor, patience: int, chunks: int, waits: bool
-) -> Tensor:  # fmt: skip
-    """Values that other programs store while this one waits for them."""
-    until = time.monotonic() + TIMEOUT
-    while bool((values := load(pointers, inside)).isnan().any()) and waits:
-        assert time.monotonic() < until, "a value never arrives"
-        time.sleep(0)
-    return values
-
-
-def confirmed(values: Tensor, pointers: Any, patience: int) -> Tensor:
-    inside = values.isnan()
-    return torch.where(inside, arrived(pointers, inside, patience, 1, True), values)
-
-
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module of the kernel, which runs on the CPU; new memory is NaN."""
@@ -79,9 +60,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
         "meet_programs",
         masked_4=masked_4,
         masked_8=masked_8,
-        arrived=arrived,
-        confirmed=confirmed,
-        publish=lambda pointers, values, inside: store(pointers, values, inside),
+        load_eights=load,
         minus_eight=lambda spans, _: torch.full((spans, 16, 64), -8 * SMALLEST),
     ).replace(monkeypatch)
     return hopper_row
@@ -96,12 +75,12 @@ def layer_of(name: str, sizes: tuple[int, int, int, int]) -> RowLayer:
 
 
 def run(kernel: Any, layer: RowLayer, programs: int, **changes: int) -> None:
-    """Compare the kernel in a form with the plain version, in three launches with one memory."""
+    """Compare the kernel in a form with the plain version, in three launches with one counter."""
     form = replace(kernel.Form(), **changes)
     x, residual = torch.randn(1, layer.o.shape[1]), torch.randn(1, layer.o.shape[0])
-    memory = RowMemory.new(layer.o.shape[0], layer.down.shape[1], CPU, torch.float32)
+    counter = torch.zeros(1, dtype=torch.int32)
     for own in (layer, replace(layer, qkv=None, next_norm=None), layer):
-        got = kernel.multiply(x, residual, own, memory, form, programs)
+        got = kernel.multiply(x, residual, own, counter, form, programs)
         for found, exact in zip(got, multiply_row_reference(x, residual, own), strict=True):
             assert (found is None) == (exact is None)
             if found is not None and exact is not None:
@@ -128,21 +107,18 @@ def test_a_layer_is_that_of_its_parts(
 
 
 @pytest.mark.parametrize(
-    ("name", "programs", "held", "exchange", "late"),
+    ("name", "programs"),
     some(
-        [
-            (name, *form)
-            for name in SIZES
-            for form in ((5, 1, 1, 0), (5, 4, 1, 0), (1, 4, 2, 0), (7, 1, 2, 1), (97, 1, 2, 2))
-        ],
-        kept=[("int4 128", 7, 1, 2, 1), ("fp8 rows", 5, 4, 1, 0), ("fp8 rows", 1, 4, 2, 0)],
+        [(name, programs) for name in LONG for programs in (1, 7)],
+        kept=[("int4 128", 7), ("fp8 rows", 1)],
     ),
 )
-def test_programs_can_exchange_rows_in_other_ways(
-    kernel: Any, name: str, programs: int, held: int, exchange: int, late: int
+def test_an_input_may_be_longer_than_what_is_copied_at_once(
+    kernel: Any, name: str, programs: int
 ) -> None:
-    """Also with values that show their arrival, each launch in the other half of the memory."""
-    run(kernel, layer_of(name, LONG[name]), programs, held=held, exchange=exchange, late=late)
+    inner, spans = LONG[name][2], 2
+    assert inner > kernel.block_of(inner, 32 * spans)
+    run(kernel, layer_of(name, LONG[name]), programs, spans=spans)
 
 
 @pytest.mark.parametrize("flying", some([1, 2, 5], [2]))
@@ -157,6 +133,15 @@ def test_it_knows_fp8_of_rows_and_int4_of_128_() -> None:
         layer = RowLayer(*weights, NORM, NORM)
         assert fits_row_layer(layer, torch.bfloat16, CPU) == (name in known), name
         assert not fits_row_layer(layer, torch.float16, CPU)
+
+
+@pytest.mark.parametrize(("inner", "fits"), [(32768, True), (32768 + 128, False)])
+def test_it_knows_inputs_that_fit_in_shared_memory(inner: int, fits: bool) -> None:
+    shapes = ((128, 128), (2 * inner, 128), (128, inner))
+    weights = [tile(random_weight("fp8 rows", *shape)) for shape in shapes]
+    norm = torch.ones(128), 1e-5
+    layer = RowLayer(*weights, None, norm, None)
+    assert fits_row_layer(layer, torch.bfloat16, CPU) == fits
 
 
 def test_it_needs_matrices_that_follow_each_other() -> None:

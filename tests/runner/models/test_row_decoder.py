@@ -14,7 +14,6 @@ from transformers import LlamaConfig
 from slipstream.configs.model.quantisation import parse_quantisation
 from slipstream.kernels.packed.persistent import row_weights
 from slipstream.kernels.packed.persistent.row_layer import multiply_row_reference
-from slipstream.kernels.packed.persistent.row_memory import RowMemory
 from slipstream.kernels.packed.persistent.row_weights import RowLayer
 from slipstream.runner.attention.base import Rotary
 from slipstream.runner.loading.dummy import load_random
@@ -49,9 +48,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     monkeypatch.setenv("SLIPSTREAM_ROW_LAYER", "1")
     seen: list[bool] = []
 
-    def multiply(x: Tensor, residual: Tensor, layer: RowLayer, memory: RowMemory) -> Any:
-        assert x.shape[0] == residual.shape[0] == 1 and memory.counter.tolist() == [0]
-        assert memory.rows(layer.o.shape[0], layer.down.shape[1], x.dtype)
+    def multiply(x: Tensor, residual: Tensor, layer: RowLayer, counter: Tensor) -> Any:
+        assert x.shape[0] == residual.shape[0] == 1 and counter.tolist() == [0]
         seen.append(layer.qkv is not None)
         return multiply_row_reference(x, residual, layer)
 

@@ -4,7 +4,8 @@ As many programs as the GPU has multiprocessors run at the same time, and meet a
 because the next one needs all of its results. In a program one warp, the producer, copies words
 into shared memory by the tensor memory accelerator. Weights depend on nothing, so it copies those
 of the next product while programs meet, and the first ones while attention runs. Eight warps, the
-consumer, multiply a step of eight spans of 16 weight rows at a time, each warp its own span, on the
+consumer, copy the whole input of a product to shared memory, so that they wait for it once. Then
+they multiply a step of eight spans of 16 weight rows at a time, each warp its own span, on the
 tensor cores. A lane loads 16 bytes of a row at once, as in `packed_direct`; that module explains
 the order of columns and the floats. The sums of the warps are added once for all tiles of a
 product.
@@ -35,14 +36,13 @@ from ....linear.triton.skinny import _TRITON_DTYPES
 from ....quant.tiled import TiledWeight
 from ....quant.triton.packed_codes import sum_factor
 from ...kinds import WIDTH
-from ..row_memory import MOST_PROGRAMS, RowMemory
 from ..row_weights import RowLayer
 from .hopper_row_roles import bring_words, multiply_all
-from .hopper_row_steps import HEIGHT, INPUT_FACTOR
+from .hopper_row_steps import HEIGHT
+from .row_inputs import INPUT_FACTOR, block_of
 
 WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 16, 4))
 FLAT = gl.constexpr(gl.NVMMASharedLayout(0, 16, 3))
-LOADED = 32 * 8  # numbers that a warp loads at once
 PATIENCE = 1 << 24  # times 1024 cycles: about ten seconds until a missing program is an error
 
 
@@ -58,13 +58,6 @@ class Form:
     flying: int = 3  # stages that are on their way at the same time
     spans: int = 8  # of a step, and warps of the consumer
     early: int = 1  # 1 = the next kernel may start while this one runs, 0 = near its end
-    # How programs exchange rows: 0 = they meet at a counter, then each step loads its input; 1 =
-    # they meet, then copy the whole input to shared memory; 2 = as 1, but they do not meet: values
-    # show that they have arrived, see `row_exchange`.
-    exchange: int = 0
-    # If `exchange` is 2: tiles of gate and up at the end that a program stores apart, so that down
-    # begins before others have computed theirs; 0 = all are stored at once.
-    late: int = 0
 
 
 @gluon.jit
@@ -84,8 +77,6 @@ def _hopper_row_kernel(
     out,  # [N] of qkv
     squares,  # [2, PROGRAMS] float32, sums of squares of each program
     counter,  # [1] int32
-    launches,  # [1] int32
-    words,  # [2, HALF_WORDS] int32, whose first half has what programs exchange if EXCHANGE == 2
     eps,
     next_eps,
     patience,  # times 1024 cycles
@@ -103,13 +94,7 @@ def _hopper_row_kernel(
     HELD: gl.constexpr,
     FLYING: gl.constexpr,
     EARLY: gl.constexpr,
-    EXCHANGE: gl.constexpr,
     STAGED: gl.constexpr,  # values of an input in shared memory
-    HALF_WORDS: gl.constexpr,
-    HALF_VALUES: gl.constexpr,
-    ERASED: gl.constexpr,  # words that a program erases
-    COMMON: gl.constexpr,  # tiles of gate and up that each program stores first
-    REST: gl.constexpr,  # the first step of down that needs others
     SCALE: gl.constexpr,  # type of the scales of groups
     PRODUCER: gl.constexpr,
     PDL: gl.constexpr,
@@ -123,11 +108,9 @@ def _hopper_row_kernel(
     partials = gl.allocate_shared_memory(
         gl.float32, [MOST, SPANS, HEIGHT], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     )  # fmt: skip
-    x_shared = partials
-    if EXCHANGE > 0:
-        x_shared = gl.allocate_shared_memory(
-            x.dtype.element_ty, [STAGED // 64, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        )  # fmt: skip
+    x_shared = gl.allocate_shared_memory(
+        x.dtype.element_ty, [STAGED // 64, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    )  # fmt: skip
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
@@ -142,11 +125,10 @@ def _hopper_row_kernel(
         [
             (multiply_all, (
                 products[0], products[1], products[2], products[3], x, residual, gain, normed,
-                inner, next_gain, stream, next_normed, out, squares, counter, launches, words,
-                eps, next_eps, patience, w_ring, s_ring, full, empty, partials, x_shared, TILES,
-                STEPS, TURNS, MOST, GROUPS, SLICES, FACTORS, SIZES, PROGRAMS, SPANS, STAGES, HELD,
-                SCALE, EARLY, EXCHANGE, HALF_WORDS, HALF_VALUES, ERASED,
-                COMMON, REST, PDL,
+                inner, next_gain, stream, next_normed, out, squares, counter, eps, next_eps,
+                patience, w_ring, s_ring, full, empty, partials, x_shared, TILES, STEPS, TURNS,
+                MOST, GROUPS, SLICES, FACTORS, SIZES, PROGRAMS, SPANS, STAGES, HELD, SCALE, EARLY,
+                PDL,
             )),
             (bring_words, (
                 products[0], products[1], products[2], products[3], w_ring, s_ring, full,
@@ -167,7 +149,7 @@ def multiply(
     x: Tensor,
     residual: Tensor,
     layer: RowLayer,
-    memory: RowMemory,
+    counter: Tensor,
     form: Form | None = None,
     programs: int | None = None,
     patience: int = PATIENCE,
@@ -184,14 +166,7 @@ def multiply(
         programs = 4 if card is None else card.num_processors
     padded = triton.next_power_of_2(programs)
     groups = 0 if first.group >= first.columns else slices * WIDTH // first.group
-    if form.exchange == 2:
-        assert padded <= MOST_PROGRAMS
-        normed, next_normed, fed, squares = memory.rows(hidden, inner, x.dtype)
-        stream = x.new_empty(hidden)
-    else:
-        normed, stream, next_normed = x.new_empty(3, hidden)
-        fed = x.new_empty(inner)
-        squares = torch.empty(2, padded, dtype=torch.float32, device=x.device)
+    normed, stream, next_normed = x.new_empty(3, hidden)
     out = x.new_empty(1, outputs) if outputs else x
     next_gain, next_eps = layer.norm if layer.next_norm is None else layer.next_norm
     arguments: list[Any] = []
@@ -201,23 +176,19 @@ def multiply(
     columns = slices * WIDTH * form.spans  # of a step
     steps = tuple(triton.cdiv(weight.shape[1], columns) for weight in weights)
     turns = tuple(triton.next_power_of_2(max(1, triton.cdiv(count, programs))) for count in tiles)
-    common, rest = _parts(form, programs, tiles[1], steps[2], columns)
-    half = memory.words.shape[1]
     _hopper_row_kernel[(programs,)](
         *arguments,
         x,
         residual,
         layer.norm[0],
         normed,
-        fed,
+        x.new_empty(inner),
         next_gain,
         stream,
         next_normed,
         out,
-        squares,
-        memory.counter,
-        memory.launches,
-        memory.words,
+        torch.empty(2, padded, dtype=torch.float32, device=x.device),
+        counter,
         layer.norm[1],
         next_eps,
         patience,
@@ -235,13 +206,7 @@ def multiply(
         HELD=form.held,
         FLYING=min(form.flying, form.stages),
         EARLY=form.early,
-        EXCHANGE=form.exchange,
         STAGED=_staged(max(steps) * columns, form),
-        HALF_WORDS=half,
-        HALF_VALUES=half * 4 // x.element_size(),
-        ERASED=triton.next_power_of_2(triton.cdiv(half, programs)),
-        COMMON=common,
-        REST=rest,
         SCALE=_TRITON_DTYPES[first.scales.dtype] if groups else gl.int16,
         PRODUCER=form.producer,
         num_warps=form.spans,
@@ -252,22 +217,9 @@ def multiply(
 
 
 def _staged(values: int, form: Form) -> int:
-    """The numbers of an input in shared memory: copies of up to eight chunks a thread are whole."""
-    loaded = LOADED * form.spans
-    whole = loaded * min(8, triton.next_power_of_2(triton.cdiv(values, loaded)))
-    return int(triton.cdiv(values, whole) * whole)
-
-
-def _parts(form: Form, programs: int, tiles: int, steps: int, columns: int) -> tuple[int, int]:
-    """The tiles of gate and up that each program has and stores first, and the first step of down
-    that needs later ones. Each is 0 if all are stored, or needed, at once."""
-    if form.exchange != 2 or form.late == 0:
-        return 0, 0
-    common = max(0, min(triton.cdiv(tiles, programs) - form.late, tiles // programs))
-    unit = max(columns, LOADED * form.spans)
-    first = common * programs * 8 // unit * unit
-    is_soon = 0 < steps * columns - first <= unit and steps > form.held
-    return common, first // columns if is_soon else 0
+    """The numbers of an input in shared memory: blocks that are copied at once are whole."""
+    block = block_of(values, 32 * form.spans)
+    return int(triton.cdiv(values, block) * block)
 
 
 def _product(weight: TiledWeight, gated: bool, groups: int, spans: int) -> list[Any]:

@@ -19,9 +19,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ....launch import hash_functions
-from .hopper_row_steps import HEIGHT, multiply_tiles, stage_input, take
+from .hopper_row_steps import HEIGHT, multiply_tiles, take
 from .meet_programs import meet_programs, sign_of
-from .row_exchange import confirmed, erase, publish
+from .row_inputs import stage_input
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
@@ -104,13 +104,10 @@ def _load_rows(source, rows):
 
 
 @gluon.jit
-def _load_squares(
-    squares, PROGRAMS: gl.constexpr, SPANS: gl.constexpr, EXCHANGE: gl.constexpr
-):  # fmt: skip
-    """The sums of squares of all programs, and where they are."""
+def _load_squares(squares, PROGRAMS: gl.constexpr, SPANS: gl.constexpr):
+    """The sums of squares of all programs."""
     each = gl.arange(0, PROGRAMS, layout=gl.BlockedLayout([1], [32], [SPANS], [0]))
-    inside = each < gl.num_programs(0)
-    return gl.load(squares + each, mask=inside, other=0.0, volatile=EXCHANGE == 2), squares + each
+    return gl.load(squares + each, mask=each < gl.num_programs(0), other=0.0)
 
 
 @gluon.jit
@@ -127,18 +124,7 @@ def _results(
 
 
 @gluon.jit
-def _put(pointers, values, inside, EXCHANGE: gl.constexpr):
-    """Store values that other programs read."""
-    if EXCHANGE == 2:
-        publish(pointers, values, inside)
-    else:
-        gl.store(pointers, values, mask=inside)
-
-
-@gluon.jit
-def _add_to_stream(
-    y, stream, gain, rows, out, normed, squares, STORE: gl.constexpr, EXCHANGE: gl.constexpr
-):  # fmt: skip
+def _add_to_stream(y, stream, gain, rows, out, normed, squares, STORE: gl.constexpr):
     """Add results to the stream, and store that if STORE, its product with the norm's weight, and
     the sum of its squares. Returns the stream as it is rounded."""
     dtype: gl.constexpr = normed.dtype.element_ty
@@ -146,36 +132,9 @@ def _add_to_stream(
     if STORE:
         gl.store(out + rows[0], rounded, mask=rows[1])
     wide = gl.where(rows[1], rounded.to(gl.float32), 0.0)
-    _put(normed + rows[0], (wide * gain).to(dtype), rows[1], EXCHANGE)
-    total = gl.sum(gl.sum(wide * wide, 1), 0)
-    if EXCHANGE == 2:
-        publish(squares + gl.program_id(0), total, gl.program_id(0) >= 0)
-    else:
-        gl.store(squares + gl.program_id(0), total)
+    gl.store(normed + rows[0], (wide * gain).to(dtype), mask=rows[1])
+    gl.store(squares + gl.program_id(0), gl.sum(gl.sum(wide * wide, 1), 0))
     return wide
-
-
-@gluon.jit
-def _put_gated(
-    partials, factors, scale, inner, rows, low, high, TURNS: gl.constexpr, MOST: gl.constexpr,
-    SPANS: gl.constexpr, LAYOUT: gl.constexpr, EXCHANGE: gl.constexpr,
-):  # fmt: skip
-    """Store rows `low` to `high` of what down multiplies, of the tiles of this program."""
-    gate = _results(partials, 0, TURNS, MOST, SPANS, 8, LAYOUT) * factors[0] * scale
-    up = _results(partials, 8, TURNS, MOST, SPANS, 8, LAYOUT) * factors[1] * scale
-    fed = (gate / (1.0 + gl.exp2(-LOG2E * gate)) * up).to(inner.dtype.element_ty)
-    inside = rows[1]
-    if EXCHANGE == 2:
-        inside = inside & (rows[0] >= low) & (rows[0] < high)
-    _put(inner + rows[0], fed, inside, EXCHANGE)
-
-
-@gluon.jit
-def _scale_of(parts, sources, size, eps, patience, EXCHANGE: gl.constexpr):
-    """The norm's scale of a row [size], of sums of squares that were loaded from `sources`."""
-    if EXCHANGE == 2:
-        parts = confirmed(parts, sources, patience)
-    return gl.rsqrt(gl.sum(parts, 0) / size + eps)
 
 
 @gluon.jit
@@ -188,21 +147,18 @@ def _count_tiles(tiles):
 @gluon.jit
 def multiply_all(
     o, gate_up, down, qkv, x, residual, gain, normed, inner, next_gain, stream, next_normed,
-    out, squares, counter, launches, words_apart, eps, next_eps, patience, w_ring, s_ring, full,
-    empty, partials, x_shared,
+    out, squares, counter, eps, next_eps, patience, w_ring, s_ring, full, empty, partials,
+    x_shared,
     TILES: gl.constexpr, STEPS: gl.constexpr, TURNS: gl.constexpr, MOST: gl.constexpr,
     GROUPS: gl.constexpr, SLICES: gl.constexpr, FACTORS: gl.constexpr,
     SIZES: gl.constexpr, PROGRAMS: gl.constexpr, SPANS: gl.constexpr, STAGES: gl.constexpr,
-    HELD: gl.constexpr, SCALE: gl.constexpr, EARLY: gl.constexpr, EXCHANGE: gl.constexpr,
-    HALF_WORDS: gl.constexpr, HALF_VALUES: gl.constexpr, ERASED: gl.constexpr,
-    COMMON: gl.constexpr, REST: gl.constexpr, PDL: gl.constexpr,
+    HELD: gl.constexpr, SCALE: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The consumer, of as many warps as a step has spans: computes one product after the other."""
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [SPANS, 1, 1], [1, 16, 8])
     # Layouts of results [turns, SPANS, rows], in which a sum over spans moves no number.
     WHOLE: gl.constexpr = gl.BlockedLayout([1, SPANS, 1], [2, 1, 16], [SPANS, 1, 1], [2, 1, 0])
     HALF: gl.constexpr = gl.BlockedLayout([1, SPANS, 1], [4, 1, 8], [SPANS, 1, 1], [2, 1, 0])
-    STAGED: gl.constexpr = EXCHANGE > 0
     w_tiles = w_ring._reinterpret(
         gl.int16, [STAGES, SPANS, HEIGHT, 64], gl.NVMMASharedLayout(128, 16, 3)
     )  # fmt: skip
@@ -232,99 +188,49 @@ def multiply_all(
         gdc_wait()
         if EARLY:
             gdc_launch_dependents()
-    sign, launch = 0, 0
-    if EXCHANGE == 2:
-        launch = gl.load(launches, volatile=True)
-        even = launch & 1
-        erase(words_apart + (1 - even) * HALF_WORDS, HALF_WORDS, ERASED, SPANS)
-        skipped = even * HALF_VALUES
-        normed, inner, next_normed = normed + skipped, inner + skipped, next_normed + skipped
-        squares += even * HALF_WORDS
-    else:
-        sign = sign_of(counter)
+    sign = sign_of(counter)
     streams = _load_rows(residual, of_hidden)
-    inputs = x
-    if STAGED:
-        inputs = stage_input(x, x_shared, SIZES[0], patience, 0, STEPS[0], SLICES, False, SPANS)
+    inputs = stage_input(x, x_shared, SIZES[0], STEPS[0], SLICES, SPANS)
     fill, words, scales = multiply_tiles(
-        inputs, SIZES[0], partials, 0, _count_tiles(TILES[0]), *ring, fill, total, words, scales,
-        None, STEPS[0], GROUPS, SLICES, FACTORS, SUMS, SPANS, STAGES, HELD, STAGED, 0,
+        inputs, partials, _count_tiles(TILES[0]), *ring, fill, total, words, scales,
+        STEPS[0], GROUPS, SLICES, FACTORS, SUMS, SPANS, STAGES, HELD,
     )  # fmt: skip
     y = _results(partials, 0, TURNS[0], MOST, SPANS, HEIGHT, WHOLE) * o_factors
-    streams = _add_to_stream(
-        y, streams, gains, of_hidden, normed, normed, squares, False, EXCHANGE
-    )  # fmt: skip
-    if EXCHANGE < 2:
-        sign = meet_programs(counter, sign, patience)
-    inputs = normed
-    if STAGED:
-        inputs = stage_input(
-            normed, x_shared, hidden, patience, 0, STEPS[1], SLICES, EXCHANGE == 2, SPANS
-        )  # fmt: skip
-    parts, sources = _load_squares(squares, PROGRAMS, SPANS, EXCHANGE)
-    count, soon = _count_tiles(TILES[1]), 0
-    if COMMON > 0:
-        soon = COMMON
-        fill, words, scales = multiply_tiles(
-            inputs, hidden, partials, 0, soon, *ring, fill, total, words, scales, None,
-            STEPS[1], GROUPS, SLICES, FACTORS, SUMS, SPANS, STAGES, HELD, STAGED, 0,
-        )  # fmt: skip
-        scale = _scale_of(parts, sources, hidden, eps, patience, EXCHANGE)
-        _put_gated(
-            partials, (gate_factors, up_factors), scale, inner, of_gate, 0,
-            soon * gl.num_programs(0) * 8, TURNS[1], MOST, SPANS, HALF, EXCHANGE,
-        )  # fmt: skip
+    streams = _add_to_stream(y, streams, gains, of_hidden, normed, normed, squares, False)
+    sign = meet_programs(counter, sign, patience)
+    inputs = stage_input(normed, x_shared, hidden, STEPS[1], SLICES, SPANS)
+    parts = _load_squares(squares, PROGRAMS, SPANS)
     fill, words, scales = multiply_tiles(
-        inputs, hidden, partials, soon, count - soon, *ring, fill, total, words, scales, None,
-        STEPS[1], GROUPS, SLICES, FACTORS, SUMS, SPANS, STAGES, HELD, STAGED, 0,
+        inputs, partials, _count_tiles(TILES[1]), *ring, fill, total, words, scales,
+        STEPS[1], GROUPS, SLICES, FACTORS, SUMS, SPANS, STAGES, HELD,
     )  # fmt: skip
-    if COMMON == 0:
-        scale = _scale_of(parts, sources, hidden, eps, patience, EXCHANGE)
-    _put_gated(
-        partials, (gate_factors, up_factors), scale, inner, of_gate,
-        soon * gl.num_programs(0) * 8, width, TURNS[1], MOST, SPANS, HALF, EXCHANGE,
-    )  # fmt: skip
-    if EXCHANGE < 2:
-        sign = meet_programs(counter, sign, patience)
-    inputs = inner
-    if STAGED:
-        LAST: gl.constexpr = REST if REST > 0 else STEPS[2]
-        inputs = stage_input(
-            inner, x_shared, width, patience, 0, LAST, SLICES, EXCHANGE == 2, SPANS
-        )  # fmt: skip
+    scale = gl.rsqrt(gl.sum(parts, 0) / hidden + eps)
+    gate = _results(partials, 0, TURNS[1], MOST, SPANS, 8, HALF) * gate_factors * scale
+    up = _results(partials, 8, TURNS[1], MOST, SPANS, 8, HALF) * up_factors * scale
+    fed = gate / (1.0 + gl.exp2(-LOG2E * gate)) * up
+    gl.store(inner + of_gate[0], fed.to(inner.dtype.element_ty), mask=of_gate[1])
+    sign = meet_programs(counter, sign, patience)
+    inputs = stage_input(inner, x_shared, width, STEPS[2], SLICES, SPANS)
     fill, words, scales = multiply_tiles(
-        inputs, width, partials, 0, _count_tiles(TILES[2]), *ring, fill, total, words, scales,
-        (inner, x_shared, patience),
-        STEPS[2], GROUPS, SLICES, FACTORS, SUMS, SPANS, STAGES, HELD, STAGED, REST,
+        inputs, partials, _count_tiles(TILES[2]), *ring, fill, total, words, scales,
+        STEPS[2], GROUPS, SLICES, FACTORS, SUMS, SPANS, STAGES, HELD,
     )  # fmt: skip
     following = squares + PROGRAMS
     y = _results(partials, 0, TURNS[2], MOST, SPANS, HEIGHT, WHOLE) * down_factors
-    _add_to_stream(
-        y, streams, next_gains, of_hidden, stream, next_normed, following, True, EXCHANGE
-    )  # fmt: skip
+    _add_to_stream(y, streams, next_gains, of_hidden, stream, next_normed, following, True)
     if PDL and not EARLY:
         gdc_launch_dependents()
     if TILES[3] > 0:
-        if EXCHANGE < 2:
-            sign = meet_programs(counter, sign, patience)
-        inputs = next_normed
-        if STAGED:
-            inputs = stage_input(
-                next_normed, x_shared, hidden, patience, 0, STEPS[3], SLICES, EXCHANGE == 2,
-                SPANS,
-            )  # fmt: skip
-        parts, sources = _load_squares(following, PROGRAMS, SPANS, EXCHANGE)
+        sign = meet_programs(counter, sign, patience)
+        inputs = stage_input(next_normed, x_shared, hidden, STEPS[3], SLICES, SPANS)
+        parts = _load_squares(following, PROGRAMS, SPANS)
         multiply_tiles(
-            inputs, hidden, partials, 0, _count_tiles(TILES[3]), *ring, fill, total, words,
-            scales, None,
-            STEPS[3], GROUPS, SLICES, FACTORS, SUMS, SPANS, STAGES, HELD, STAGED, 0,
+            inputs, partials, _count_tiles(TILES[3]), *ring, fill, total, words, scales,
+            STEPS[3], GROUPS, SLICES, FACTORS, SUMS, SPANS, STAGES, HELD,
         )  # fmt: skip
-        scale = _scale_of(parts, sources, hidden, next_eps, patience, EXCHANGE)
+        scale = gl.rsqrt(gl.sum(parts, 0) / hidden + next_eps)
         last = _results(partials, 0, TURNS[3], MOST, SPANS, HEIGHT, WHOLE) * qkv_factors * scale
         gl.store(out + of_qkv[0], last.to(out.dtype.element_ty), mask=of_qkv[1])
-    if EXCHANGE == 2:
-        # All programs have read it: each has sent sums of squares since.
-        gl.store(launches, launch + 1, mask=gl.program_id(0) == 0)
 
 
 hash_functions(globals())

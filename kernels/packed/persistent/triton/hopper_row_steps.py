@@ -15,51 +15,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ....launch import hash_functions
 from ....quant.triton import packed_codes
-from .row_exchange import stage_row
+from .row_inputs import input_of
 
 HEIGHT = gl.constexpr(16)  # weight rows of a tile; 8 of gate and 8 of up
-INPUT_FACTOR = gl.constexpr(2.0**60)  # of inputs, see `packed_direct`
 MASKED_4 = gl.constexpr(packed_codes.MASKED_4.value)
 MASKED_8 = gl.constexpr(packed_codes.MASKED_FP8_BF16.value)
-
-
-@gluon.jit
-def _input_of(x, step, size, SLICES: gl.constexpr, SUMS: gl.constexpr, SPANS: gl.constexpr):
-    """The right operand [SPANS, 64, 8] of a step: column i is slice i of each span. More columns
-    than slices are copies, which nothing reads."""
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 8)
-    span = step * SPANS + gl.arange(0, SPANS, layout=gl.SliceLayout(1, gl.SliceLayout(2, RIGHT)))
-    k = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(2, RIGHT)))
-    slices = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, RIGHT))) % SLICES
-    at = span[:, None, None] * (64 * SLICES) + slices[None, None, :] * 64
-    values = gl.load(x + (at + k[None, :, None]), mask=at < size, other=0.0)
-    return values * INPUT_FACTOR
-
-
-@gluon.constexpr_function
-def _copies_layout(spans, slices):
-    """The right operand's layout, seen as [SPANS, copies, SLICES, 64] numbers."""
-    columns = [
-        [0, 0, bit, 0] if bit < slices else [0, bit // slices, 0, 0] for bit in (1, 2, 4)
-    ]  # fmt: skip
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 0, 32]],
-        lane_bases=[[0, 0, 0, 8], [0, 0, 0, 16], *columns],
-        warp_bases=[[1 << bit, 0, 0, 0] for bit in range(spans.bit_length() - 1)],
-        block_bases=[],
-        shape=[spans, 8 // slices, slices, 64],
-    )
-
-
-@gluon.jit
-def _staged_input(x_tiles, step, SLICES: gl.constexpr, SUMS: gl.constexpr, SPANS: gl.constexpr):
-    """The same from shared memory, [steps, SPANS, SLICES, 64] numbers with their factor."""
-    COPIES: gl.constexpr = _copies_layout(SPANS, SLICES)
-    values = x_tiles.index(step).load(gl.SliceLayout(1, COPIES))
-    shape = gl.zeros([SPANS, 8 // SLICES, SLICES, 64], values.dtype, layout=COPIES)
-    _, values = gl.broadcast(shape, values[:, None, :, :])
-    values = gl.permute(gl.reshape(values, [SPANS, 8, 64]), [0, 2, 1])
-    return gl.convert_layout(values, gl.DotOperandLayout(1, SUMS, 8), assert_trivial=True)
 
 
 @gluon.jit
@@ -145,41 +105,25 @@ def _total_of(sums, SLICES: gl.constexpr, FACTORS: gl.constexpr, SUMS: gl.conste
 
 
 @gluon.jit
-def _inputs_of(
-    x, step, size, SLICES: gl.constexpr, SUMS: gl.constexpr, SPANS: gl.constexpr,
-    STAGED: gl.constexpr,
-):  # fmt: skip
-    """The input of a step, from shared memory if STAGED."""
-    if STAGED:
-        found = _staged_input(x, step, SLICES, SUMS, SPANS)
-    else:
-        found = _input_of(x, step, size, SLICES, SUMS, SPANS)
-    return found
-
-
-@gluon.jit
 def multiply_tiles(
-    x, size, partials, begin, count, w_tiles, s_tiles, full, empty, fill, total, words, scales,
-    rest,
+    inputs, partials, count, w_tiles, s_tiles, full, empty, fill, total, words, scales,
     STEPS: gl.constexpr, GROUPS: gl.constexpr, SLICES: gl.constexpr,
     FACTORS: gl.constexpr, SUMS: gl.constexpr, SPANS: gl.constexpr, STAGES: gl.constexpr,
-    HELD: gl.constexpr, STAGED: gl.constexpr, REST: gl.constexpr,
+    HELD: gl.constexpr,
 ):  # fmt: skip
-    """Store the sums of each span of `count` tiles of a product with x [size] in `partials`, from
-    `begin` on.
+    """Store the sums of each span of `count` tiles of a product in `partials`.
 
-    `words` and `scales` are those of step `fill` of `total`; the next ones are loaded while these
-    are multiplied. Returns the same for the next step. The inputs of up to HELD steps stay in
-    registers. If REST > 0, those of that step and later ones are only staged when the first tile
-    needs them; `rest` is (source, shared memory, patience).
+    `inputs` is what `stage_input` returned; `words` and `scales` are those of step `fill` of
+    `total`. The next ones are loaded while these are multiplied. Returns the same for the next
+    step. The inputs of up to HELD steps stay in registers.
     """
     none = gl.zeros([SPANS, HEIGHT, 8], gl.float32, layout=SUMS)
-    first = _inputs_of(x, 0, size, SLICES, SUMS, SPANS, STAGED)
+    first = input_of(inputs, 0, SLICES, SUMS, SPANS)
     xs = (first,)
     excesses = (_excess_of(first, GROUPS, SUMS, SPANS),)
     if STEPS <= HELD:
         for step in gl.static_range(1, STEPS):
-            xs += (_inputs_of(x, step, size, SLICES, SUMS, SPANS, STAGED),)
+            xs += (input_of(inputs, step, SLICES, SUMS, SPANS),)
             excesses += (_excess_of(xs[step], GROUPS, SUMS, SPANS),)
     for turn in range(count):
         sums = none, none, none, none
@@ -204,42 +148,13 @@ def multiply_tiles(
                     w_tiles, s_tiles, full, empty, fill, total,
                     GROUPS, SUMS, STAGES,
                 )  # fmt: skip
-                if REST > 0:
-                    if (turn == 0) & (step + 1 == REST):
-                        stage_input(
-                            rest[0], rest[1], size, rest[2], REST, STEPS, SLICES, True, SPANS
-                        )  # fmt: skip
-                after = step + 1
-                if STAGED:
-                    after = after % STEPS  # after the last one, any
-                x_next = _inputs_of(x, after, size, SLICES, SUMS, SPANS, STAGED)
+                after = (step + 1) % STEPS  # after the last one, any
+                x_next = input_of(inputs, after, SLICES, SUMS, SPANS)
                 even = _excess_of(x_now, GROUPS, SUMS, SPANS)
                 sums = _add_step(sums, now, now_scales, x_now, even, GROUPS)
                 x_now = x_next
-        partials.index(begin + turn).store(_total_of(sums, SLICES, FACTORS, SUMS))
+        partials.index(turn).store(_total_of(sums, SLICES, FACTORS, SUMS))
     return fill, words, scales
-
-
-@gluon.jit
-def stage_input(
-    source, x_shared, size, patience,
-    FIRST: gl.constexpr, LAST: gl.constexpr, SLICES: gl.constexpr, WAITS: gl.constexpr,
-    SPANS: gl.constexpr,
-):  # fmt: skip
-    """Copy the inputs of steps FIRST to LAST to shared memory; return it as it is read by steps.
-
-    All warps have left the memory before: they meet for the results of a product."""
-    STEP: gl.constexpr = SPANS * SLICES * 64
-    VALUES: gl.constexpr = x_shared.shape[0] * 64
-    stage_row(
-        source, x_shared, size, INPUT_FACTOR, patience,
-        FIRST * STEP, LAST * STEP, VALUES, WAITS, SPANS,
-    )  # fmt: skip
-    gl.thread_barrier()
-    return x_shared._reinterpret(
-        source.dtype.element_ty, [VALUES // STEP, SPANS, SLICES, 64],
-        gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]),
-    )  # fmt: skip
 
 
 hash_functions(globals())
