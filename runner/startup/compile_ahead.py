@@ -39,6 +39,8 @@ ATTENTION, GRAPHS, STEPS = STAGES = ("attention", "graphs", "steps")
 _MIN_CORES = 4  # with fewer, the two processes only slow each other down
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg")
 _SOURCES = ("kernels", "runner", "speculators")
+# Environment variables that turn kernels off.
+_SWITCHES = ("SLIPSTREAM_PDL", "SLIPSTREAM_HOPPER_PREFILL", "SLIPSTREAM_ROW_LAYER")
 # Keys of a model's config.json that no kernel depends on.
 _NO_SHAPES = (
     "_name_or_path",
@@ -252,10 +254,8 @@ def start_key(config: Config) -> str:
         None if drafts.method == "off" else _without(drafts, "model", "watchdog", "load_format"),
         None if drafts.model is None else _shapes_of(drafts.model),
         _without(graph, "cudagraph_capture_sizes", "debug_compare_eager"),
-        os.environ.get("SLIPSTREAM_PDL", ""),
-        os.environ.get("SLIPSTREAM_HOPPER_PREFILL", ""),
-        config.parallel.tensor_parallel_size,
-        config.parallel.enable_expert_parallel,
+        [os.environ.get(name, "") for name in _SWITCHES],
+        _without(config.parallel),
     )
     digest = hashlib.sha256(msgspec.json.encode(parts))
     for name in ("torch", "triton"):

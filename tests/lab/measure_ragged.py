@@ -22,9 +22,10 @@ import torch
 from linear_tune import time_in_graph
 
 from slipstream.kernels.attention.paged_rows import AttentionRule, PagedRows
-from slipstream.kernels.attention.triton.attention_plan import Launch, num_processors, plan_launch
+from slipstream.kernels.attention.triton.attention_plan import Launch, plan_launch
 from slipstream.kernels.attention.triton.prefill import prefill_attention
 from slipstream.kernels.attention.triton.rotary_attention import rotary_attention
+from slipstream.kernels.device import num_processors
 from slipstream.kernels.linear import head_sample
 from slipstream.kernels.linear.linear import GATED
 from slipstream.kernels.linear.norm_rope import fused_add_rms_norm

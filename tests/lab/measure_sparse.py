@@ -16,7 +16,8 @@ from torch import Tensor
 
 from slipstream.kernels.attention.compressed.pages import Pages, SlotList
 from slipstream.kernels.attention.compressed.triton import sparse_attention as module
-from slipstream.kernels.attention.triton.attention_plan import num_processors, num_splits
+from slipstream.kernels.attention.triton.attention_plan import num_splits
+from slipstream.kernels.device import num_processors
 
 CUDA = torch.device("cuda")
 LAYERS = 8  # each with a cache of its own, so that rows come from memory

@@ -91,12 +91,14 @@ def test_what_kernels_depend_on_makes_another_stamp(
         replace(config, cache=CacheConfig(kv_cache_dtype="fp8")),
         replace(config, parallel=ParallelConfig(tensor_parallel_size=2)),
         replace(config, parallel=ParallelConfig(enable_expert_parallel=True)),
+        replace(config, parallel=ParallelConfig(1, 2, enable_expert_parallel=True)),
+        replace(config, parallel=ParallelConfig(all2all_backend="all_to_all")),
     ]
     keys = {start_key(other) for other in others}
-    for name in ("SLIPSTREAM_HOPPER_PREFILL", "SLIPSTREAM_PDL"):
+    for name in ("SLIPSTREAM_HOPPER_PREFILL", "SLIPSTREAM_PDL", "SLIPSTREAM_ROW_LAYER"):
         monkeypatch.setenv(name, "0")
         keys.add(start_key(config))
-    assert len(keys) == len(others) + 2
+    assert len(keys) == len(others) + 3
 
 
 def test_a_start_without_a_gpu_or_on_the_cpu_starts_no_process(
