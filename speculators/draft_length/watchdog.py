@@ -66,7 +66,6 @@ class Watchdog:
             return "healthy"
         if not self._probing and self._clock() >= self._until:
             self._probing = True
-            self._drafted = self._accepted = 0
         return "probe" if self._probing else "off"
 
     @property
@@ -128,7 +127,7 @@ class Watchdog:
 
     def _stop(self, trouble: str, rate: float) -> None:
         self._trouble, self._until = trouble, self._clock() + self._wait
-        self._drafted = self._accepted = self._in_vain = 0
+        self._drafted = self._accepted = 0
         self.num_troubles[trouble] += 1
         logger.warning(
             "speculation is off for now: %s (drafter %s, %.0f %% accepted%s). Requests continue "

@@ -92,6 +92,17 @@ def test_plain_steps_are_deferred_until_the_limit(planner: DraftPlanner, script:
     assert plan.rows[0].num_deferred == 0  # slot 1 was two steps behind: another request's
 
 
+def test_a_request_that_sits_out_steps_with_drafts_is_still_behind(
+    planner: DraftPlanner, script: Script
+) -> None:
+    planner.complete(StepPlan(0, rows=[row(0), row(1)]))
+    script.next = DraftLength(2, "gain")
+    for step, slot, num_deferred in ((1, 0, 1), (2, 0, 0), (3, 1, 1), (4, 1, 0)):
+        plan = StepPlan(step, rows=[row(slot)])
+        planner.complete(plan)
+        assert plan.rows[0].num_deferred == num_deferred
+
+
 @pytest.mark.parametrize("rows", [[row(0, drafts=2)], [row(0), row(1, tokens=8, prefill=True)]])
 def test_steps_with_counts_unknown_to_the_host_are_not_deferred(
     planner: DraftPlanner, rows: list[ScheduledRow]
@@ -184,6 +195,28 @@ def test_a_change_of_k_is_one_debug_line_at_most_every_ten_seconds(
     assert "no_gain" in lines[1]
 
 
+def test_a_request_without_speculation_has_no_drafts_whatever_its_limit(
+    planner: DraftPlanner, script: Script
+) -> None:
+    for enabled, most in ((True, 2), (False, 0)):
+        sampling = SamplingParams(0, 9, speculative_enabled=enabled, speculative_max_tokens=2)
+        new = NewRequest(0, [1] * 10, 10, 0, [[1]], sampling)
+        planner.complete(StepPlan(0, new_requests=[new], rows=[row(0)]))
+        tokens = script.tokens([0]).tolist()  # drafts beyond its cap yield none
+        assert len(set(tokens)) == most + 1
+
+
+def test_each_trouble_of_a_drafter_is_told_once(script: Script, clock: Clock) -> None:
+    script.watchdog = Watchdog("eagle3", clock)
+    planner = DraftPlanner(script, 4, max_deferred_tokens=5, trims=False, clock=clock)
+    script.watchdog.observe(200, 0)
+    first, second = StepStats(), StepStats()
+    planner.tell_health(first)
+    planner.tell_health(second)
+    assert first.drafter_troubles == {"zero": 1} and second.drafter_troubles == {}
+    assert first.drafter_healthy is second.drafter_healthy is False
+
+
 def test_statistics_report_the_choice(planner: DraftPlanner, script: Script) -> None:
     script.next = DraftLength(2, "gain")
     plan, prompt = StepPlan(0, rows=[row(0)]), StepPlan(1, rows=[row(1, 0, 8, True)])
@@ -222,6 +255,14 @@ def test_the_gain_is_told_from_real_and_measured_durations(
     assert verified.seconds_without_drafts == pytest.approx(3 * script.costs.seconds(1, 0))
     planner.rest()
     assert told(4, 0, 0, 9.0, 1).decode_seconds == 0.0  # the engine slept
+    plan = StepPlan(5, rows=[row(0, 2), row(1, 2)])  # five tokens of two requests
+    planner.complete(plan)
+    planner.land(plan, [RowResult([1] * 3, 2), RowResult([1] * 2, 2)], list)
+    both = StepStats(num_generated_tokens=5)
+    clock.now += 1.0
+    planner.land(plan, [RowResult([1] * 3, 2), RowResult([1] * 2, 2)], list)
+    planner.tell(plan, both)
+    assert both.seconds_without_drafts == pytest.approx(5 / 2 * script.costs.seconds(2, 0))
 
 
 def test_graphs_for_every_k_stay_few() -> None:

@@ -104,6 +104,12 @@ def test_costs_beside_prompts_are_those_of_the_drafts() -> None:
         assert -0.4e-3 < drafting < 1.5e-3  # all rows of drafts in full, and drafting itself
 
 
+def test_beside_prompts_drafts_cost_no_more_in_steps_that_compute_all_the_time() -> None:
+    rows = PromptRows({(64, k): 64 * (1 + k) * EACH for k in range(K + 1)})
+    alone = 64 * EACH * np.arange(1, K + 2)
+    assert rows.beside(alone, 64, 2000) == pytest.approx(alone)
+
+
 def test_the_cost_of_a_row_follows_real_steps_that_compute_much() -> None:
     costs = StepCosts(measured(), K)
     for _ in range(200):  # longer contexts make rows dearer
@@ -120,7 +126,7 @@ def test_without_measurements_the_first_step_with_prompts_tells_what_a_row_costs
     costs.learn_prompts(8, 0.0, 500, 0.05)
     assert costs._prompts.seconds_per_row is None  # a step without prompts comes first
     costs.refine(8, 0, 0.006)
-    costs.learn_prompts(8, 0.0, 492, 0.05)
+    costs.learn_prompts(8, 1.5, 480, 0.05)  # 20 rows verify drafts
     assert costs._prompts.seconds_per_row == pytest.approx(1e-4)
     assert (costs.beside(8, 500)[1:] > costs.row(8)[1:]).all()
 

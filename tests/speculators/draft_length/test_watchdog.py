@@ -90,6 +90,12 @@ def test_zero_is_noticed_at_two_hundred_drafts_whenever_they_begin(
     assert watchdog.is_healthy
     feed(watchdog, 0.0, 10)
     assert not watchdog.is_healthy and "% before" in caplog.text
+    clock.now += 11
+    assert watchdog.state() == "probe"
+    feed(watchdog, 0.0, 30)
+    assert watchdog.state() == "probe"  # drafts before it are not a part of it
+    feed(watchdog, 0.0, 10)
+    assert watchdog.state() == "off"
     caplog.clear()
     feed(Watchdog("mtp", clock), 0.0, 200)
     assert "(drafter mtp, 0 % accepted)." in caplog.text  # there was nothing before
@@ -100,6 +106,8 @@ def test_a_right_drafter_of_a_text_that_goes_on_is_left_alone(clock: Clock) -> N
     feed(watchdog, 1.0, 2000, PROSE)
     feed(watchdog, 0.9, 400, LOOP)  # loops, but the drafter errs: no degenerate pair
     feed(watchdog, 0.3, 2000, PROSE)  # other traffic
+    watchdog.observe(200, 200, [LOOP, PROSE])  # the drafter is right about the second text
+    watchdog.observe(200, 200)  # in one step, so that no texts were asked for
     assert watchdog.is_healthy
 
 
@@ -127,6 +135,33 @@ def test_a_low_but_living_probe_ends_the_pause(clock: Clock) -> None:
     feed(watchdog, 0.0, 200)
     assert not watchdog.is_healthy
     clock.now += 11
-    assert watchdog.state() == "probe"
+    assert watchdog.state() == "probe" and not watchdog.is_healthy
     feed(watchdog, 0.1, 40)
     assert watchdog.is_healthy
+
+
+def test_a_drop_from_little_is_not_reported(clock: Clock) -> None:
+    watchdog = Watchdog("ngram", clock)
+    feed(watchdog, 0.1, 2000)
+    watchdog.observe(200, 2)
+    assert not any(watchdog.num_troubles.values())
+
+
+@pytest.mark.parametrize("renewed", [False, True])
+def test_the_first_pause_of_a_drafter_that_was_healthy_is_short(
+    renewed: bool, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    watchdog = Watchdog("eagle", clock)
+    feed(watchdog, 0.0, 200)
+    clock.now += 11
+    assert watchdog.state() == "probe"
+    feed(watchdog, 0.0, 40)  # the next pause is longer
+    if renewed:
+        watchdog.new_drafter()
+    else:
+        clock.now += 21
+        assert watchdog.state() == "probe"
+        feed(watchdog, 0.5, 240)
+    caplog.clear()
+    feed(watchdog, 0.0, 200)
+    assert not watchdog.is_healthy and "In 10 s a few drafts" in caplog.text
