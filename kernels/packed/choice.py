@@ -31,7 +31,7 @@ from .kinds import (
 from .tuned import tuned_choices
 
 EXACT_ROWS = 64  # up to here, activations have 16 bits
-FEW_ROWS = 1  # up to here, words of small groups go straight to registers; 16, once a GPU ran it
+FEW_ROWS = 1  # up to here, small groups' words go straight to registers; 16, once a GPU reran it
 
 
 # block_n, stages, num_warps, split_k, block_m (by default the rows, up to 64)

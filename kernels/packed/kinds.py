@@ -52,7 +52,7 @@ class Direct:
     tiles: int  # of 16 weight rows, in a program; of gate and up 8 rows each
     num_warps: int  # each multiplies its own spans of columns
     ahead: int  # steps whose words are in registers, or on their way there
-    split_k: int = 1
+    split_k: int = 1  # parts, at most: none is empty
     norm: int = 1  # 1 = the kernel applies the norm before the layer
 
 

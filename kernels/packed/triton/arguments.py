@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from ...linear.linear import Norm
@@ -119,6 +120,13 @@ def empty_output(x: Tensor, num_outputs: int, mode: int, split_k: int = 1) -> Te
     if mode == PARTS:
         return x.new_empty(split_k, x.shape[0], num_outputs, dtype=torch.float32)
     return x.new_empty(x.shape[0], num_outputs)
+
+
+def parts_of(num_units: int, split_k: int, step: int) -> tuple[int, int]:
+    """The number of parts of a split, `split_k` or fewer, and the units of a part, a multiple of
+    those of a step. No part is empty: kernels load a part's first step before they know its end."""
+    units = triton.cdiv(triton.cdiv(num_units, split_k), step) * step
+    return triton.cdiv(num_units, units), units
 
 
 def coded_arguments(

@@ -24,7 +24,7 @@ from ...linear.triton.gemv import gated
 from ...quant.tiled import TiledWeight
 from ...quant.triton.packed_codes import scaled_numbers, sum_factor
 from ..kinds import GATE_UP, PARTS, PLAIN, WIDTH, Direct, fits_direct
-from .arguments import empty_output, product_arguments, scale_arguments, taken
+from .arguments import empty_output, parts_of, product_arguments, scale_arguments, taken
 from .packed_lanes import (
     lanes_of,
     left_operand,
@@ -319,9 +319,8 @@ def multiply(
     num_outputs = weight.shape[0] // (2 if mode == GATE_UP else 1)
     height = (8 if mode == GATE_UP else 16) * choice.tiles
     num_spans = weight.words.shape[1] // WIDTH
-    split_k = choice.split_k if mode == PARTS else 1
     step = choice.num_warps * choice.ahead
-    part_spans = triton.cdiv(triton.cdiv(num_spans, split_k), step) * step
+    split_k, part_spans = parts_of(num_spans, choice.split_k if mode == PARTS else 1, step)
     out = empty_output(x, num_outputs, mode, split_k)
     factors, scaled = sum_factor(weight.kind, x.dtype, not x.is_cpu, INPUT_FACTOR.value)
     arguments = product_arguments(x, weight, mode, bias, activation, norm, residual)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -172,3 +174,45 @@ def test_few_rows_of_small_groups(
         gate, up = product.chunk(2, -1)
         got = multiply(x, weight, choice, GATE_UP, bias, "silu")
         close(got, torch.nn.functional.silu(gate) * up)
+
+
+EMPTY_CASES = [
+    ("direct_groups", name, 1, 1024, Direct(1, 4, 2 if "int6 16" in name else 1, split_k=2), 1)
+    for name in SMALL  # as chosen for layers of at most 4,096 rows
+] + [
+    ("few_rows", name, 2, 4096, Direct(1, 8, 1, split_k=4, norm=0), 2 if "16" not in name else 4)
+    for name in ("int4 32 super", "int5 32 offsets", "int6 16 super")
+]
+EMPTY_CASES += [
+    ("few_rows", "int4 32 super", 9, 2048, Direct(2, 8, 1, split_k=4, norm=0), 1),
+    ("direct_groups", "int8 32 offsets", 1, 1536, Direct(1, 2, 1, split_k=4), 3),
+    ("packed_direct", "fp8 rows", 1, 1024, Direct(1, 4, 2, split_k=2), 1),
+    ("packed_direct", "int4 128", 1, 2048, Direct(2, 4, 1, split_k=4), 2),
+]
+EMPTY_KEPT = [EMPTY_CASES[0], *(case for case in EMPTY_CASES if case[0] != "direct_groups")]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "name", "rows", "size", "choice", "count"), some(EMPTY_CASES, kept=EMPTY_KEPT)
+)
+def test_no_program_loads_words_of_an_empty_part(
+    kernel: str, name: str, rows: int, size: int, choice: Direct, count: int
+) -> None:
+    """The first parts have all columns if a step of all warps is longer than a part would be."""
+    folder = "triton" if kernel == "packed_direct" else "planes.triton"
+    module = importlib.import_module(f"slipstream.kernels.packed.{folder}.{kernel}")
+    packed = random_weight(name, 32, size)
+    x, bias = torch.randn(rows, size).half(), torch.randn(32).half()
+    parts = module.multiply(x, tile(packed), choice, PARTS, bias)
+    assert parts.shape == (count, rows, 32)
+    close(parts.sum(0), x.double() @ packed.dequantise().double().T + bias)
+
+
+def test_parts_of_a_split_share_all_units_and_none_is_empty() -> None:
+    from slipstream.kernels.packed.triton.arguments import parts_of
+
+    for case in itertools.product(range(1, 40), range(1, 9), (1, 2, 4, 8)):
+        num_units, split_k, step = case
+        count, units = parts_of(*case)
+        assert count <= split_k and units % step == 0
+        assert (count - 1) * units < num_units <= count * units

@@ -19,7 +19,7 @@ from ....linear.triton.gemv import gated
 from ....quant.tiled import TiledWeight
 from ....quant.triton.plane_scales import scale_in
 from ...kinds import GATE_UP, PARTS, PLAIN, Direct, fits_few_rows
-from ...triton.arguments import empty_output, product_arguments, scale_arguments, taken
+from ...triton.arguments import empty_output, parts_of, product_arguments, scale_arguments, taken
 from ...triton.packed_lanes import lanes_of, load_tile, rows_of_tile, wide, words_of
 from .direct_groups import slices_of_word, unit_of_numbers
 from .group_lanes import (
@@ -315,9 +315,8 @@ def multiply(
     height = (8 if mode == GATE_UP else 16) * choice.tiles
     columns = 8 * weight.group  # of a unit
     num_units = triton.cdiv(num_inputs, columns)
-    split_k = choice.split_k if mode == PARTS else 1
     step = choice.num_warps
-    part_units = triton.cdiv(triton.cdiv(num_units, split_k), step) * step
+    split_k, part_units = parts_of(num_units, choice.split_k if mode == PARTS else 1, step)
     out = empty_output(x, num_outputs, mode, split_k)
     even = num_outputs % height == 0 and num_units % step == 0 and num_inputs % columns == 0
     high = weight.words if weight.high is None else weight.high
