@@ -23,7 +23,7 @@ def store_kv_reference(
     key: [T, Hkv, D]; value: [T, Hkv, D], None for MLA; slot_mapping: [T] int64, block * block_size
     + offset; kv_cache: [2, num_blocks, block_size, Hkv, D], for MLA [num_blocks, block_size, 1, D].
     With `fp8` the cache is e4m3, and the rows of MLA are packed ones (`pack_latent`). With
-    `all_valid`, which only the plain version takes, the caller promises that no slot is -1.
+    `all_valid` the caller promises that no slot is -1.
     """
     if not all_valid:
         rows = (slot_mapping >= 0).nonzero().squeeze(1)  # [written] token rows

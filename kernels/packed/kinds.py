@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from ..linear.linear_choice import GATE_UP as GATE_UP
+from ..linear.linear_choice import PARTS as PARTS
+from ..linear.linear_choice import PLAIN as PLAIN
 from ..linear.linear_choice import Gemv, Skinny
 from ..quant.tiled import TiledWeight
 from .coding import SPAN, Coding
@@ -13,10 +16,6 @@ WIDTH = 64  # columns of a slice that the kernel of `Row` knows
 _MOST_GROUPED = 128  # experts of a layer that `hopper_experts` knows
 _GROUPED = ("silu", "clamped_swiglu")  # their activations
 SMALL_GROUPS = (("int4", 32), ("int5", 32), ("int6", 16), ("int8", 32))  # kinds, and columns
-# What a kernel makes of a product: the value of MODE.
-PLAIN = 0
-PARTS = 1  # float32 parts [S, M, N]
-GATE_UP = 2  # act(gate) * up of its two halves
 
 
 @dataclass(frozen=True)

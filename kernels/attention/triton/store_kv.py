@@ -60,8 +60,9 @@ def store_kv(
     kv_cache: Tensor,
     slot_mapping: Tensor,
     fp8: Fp8Cache | None = None,
+    all_valid: bool = False,
 ) -> None:
-    """See `kernels.attention.store_kv.store_kv`."""
+    """See `kernels.attention.store_kv.store_kv`; `all_valid` saves nothing here."""
     if fp8 is not None and fp8.latent:
         assert value is None
         store_latent(key, kv_cache, slot_mapping, fp8.latent)

@@ -70,7 +70,7 @@ def normed_scores(
     residual: Tensor | None,
     norm: tuple[Tensor, float],
     weight: Tensor,
-    bias: Tensor | None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `kernels.linear.moe.normed_scores`."""
     assert x.is_contiguous() and weight.is_contiguous()
