@@ -77,7 +77,7 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 
 # For a CUDA machine. sgl-flash-mla requires a newer torch than it needs, so it is installed separately without dependencies.
 setup-gpu:
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --constraint constraints-gpu.txt torch triton
 	grep -vE '^(torch|triton)==' constraints.txt > $(VENV)/constraints-rest.txt
 	$(PIP) install --no-compile --no-deps --requirement $(VENV)/constraints-rest.txt
