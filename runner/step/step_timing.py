@@ -12,6 +12,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
+from statistics import median
 from typing import Any, Protocol
 
 from ...configs.schema import Config
@@ -24,8 +26,8 @@ _SIZES = (1, 256, 16, 64, 4, 128, 8, 32, 2, 512)  # in this order, so that inter
 _CPU_SIZES = (1, 8)  # a step of many requests takes a second
 _GPU_SECONDS, _CPU_SECONDS = 3.0, 1.2
 _ALWAYS = 2  # cells that are measured even if that takes too long
-_GPU_STEPS, _CPU_STEPS = 4, 1  # timed steps of a cell, after one untimed step
-_IN_FLIGHT = 2  # steps, as in the engine
+_GPU_STEPS, _CPU_STEPS = 5, 2  # steps of a cell; the first one may compile and allocate
+_GPU_IN_FLIGHT, _CPU_IN_FLIGHT = 2, 1  # steps, as in the engine; a CPU computes one at a time
 _PROMPT_LEN = 8
 # In a longer context the drafts of a request choose fewer experts, as they are more alike. With
 # this many tokens they choose as many as with hundreds.
@@ -49,8 +51,8 @@ def measure_steps(
     limits = runner.facts.limits
     prompt_len = _PROMPT_LEN if on_cpu or not runner.facts.has_experts else _EXPERTS_PROMPT_LEN
     prompt_len = min(prompt_len, limits.max_num_batched_tokens)
-    num_steps = _CPU_STEPS if on_cpu else _GPU_STEPS
-    bench = _Bench(runner, num_steps, counts, prompt_len, engines is None)
+    steps = (_CPU_STEPS, _CPU_IN_FLIGHT) if on_cpu else (_GPU_STEPS, _GPU_IN_FLIGHT)
+    bench = _Bench(runner, steps, counts, prompt_len, engines is None)
     found: dict[tuple[int, int], float] = {}
     if not request_fits(runner.facts, bench.num_tokens):
         return found
@@ -94,20 +96,22 @@ class _Bench:
     def __init__(
         self,
         runner: TimedRunner,
-        num_steps: int,
+        steps: tuple[int, int],
         counts: Sequence[int],
         prompt_len: int,
         may_defer: bool,
     ) -> None:
-        """`may_defer`: as in `DraftPlanner`."""
-        self._runner, self._num_steps, self._may_defer = runner, num_steps, may_defer
+        """`steps`: of a cell, and how many of them are in flight; `may_defer`: as in
+        `DraftPlanner`."""
+        self._runner, self._may_defer = runner, may_defer
+        self._num_steps, self._in_flight = steps
         self._prompt_len = prompt_len
         self._step_id = -1  # negative, unlike the ids of the scheduler's steps
         self._num_contexts = 0  # of the first slots, whose prompts their blocks hold
         lookahead: int = runner.facts.needs.num_lookahead_tokens
-        steps = (num_steps + 2) * sum(count + 1 for count in counts)
+        rows = (self._num_steps + 1) * sum(count + 1 for count in counts)
         # The most tokens of a request, including KV slots of drafts.
-        self.num_tokens = prompt_len + steps + counts[-1] + 1 + lookahead
+        self.num_tokens = prompt_len + rows + counts[-1] + 1 + lookahead
 
     @contextmanager
     def requests(self, num_reqs: int) -> Iterator[None]:
@@ -173,31 +177,40 @@ class _Bench:
         return StepPlan(self._next_id(), new_requests=list(new), rows=rows)
 
     def measure(self, num_reqs: int, num_drafts: int) -> float:
-        """Seconds of a step, while the next one is prepared as in the engine."""
-        self._run(num_reqs, num_drafts)  # untimed: it may compile and allocate
-        start = time.perf_counter()
-        self._run(num_reqs, num_drafts, self._num_steps)
-        return (time.perf_counter() - start) / self._num_steps
+        """Seconds of a step, while the next one is prepared as in the engine.
 
-    def _run(self, num_reqs: int, num_drafts: int, num_steps: int = 1) -> None:
+        The median of the times between results, so that one disturbance does not count.
+        """
         self._runner.synchronize()
         running: list[Any] = []
-        for _ in range(num_steps):
+        landed: list[float] = []
+
+        def land() -> None:
+            running.pop(0).get()
+            landed.append(time.perf_counter())
+
+        for _ in range(self._num_steps):
             self._runner.fill_tokens(num_reqs, num_drafts)  # whatever the drafter has found
-            if len(running) == _IN_FLIGHT:
-                running.pop(0).get()
-            rows = [
-                ScheduledRow(slot, num_drafts + 1, num_drafts, self._bound, False, self._bound)
-                for slot in range(num_reqs)
-            ]
-            self._bound += num_drafts + 1
-            plan = StepPlan(self._next_id(), rows=rows)
-            plan.num_drafts = num_drafts
-            plan.defers_drafter = self._may_defer and not num_drafts
-            running.append(self._runner.execute(plan))
-        for step in running:
+            if len(running) == self._in_flight:
+                land()
+            running.append(self._runner.execute(self._decode(num_reqs, num_drafts)))
+        land()
+        for step in running:  # nothing is prepared meanwhile, so their times say nothing
             step.get()
         self._runner.synchronize()
+        return median(after - before for before, after in pairwise(landed))
+
+    def _decode(self, num_reqs: int, num_drafts: int) -> StepPlan:
+        """A step that verifies and makes so many drafts of each request."""
+        rows = [
+            ScheduledRow(slot, num_drafts + 1, num_drafts, self._bound, False, self._bound)
+            for slot in range(num_reqs)
+        ]
+        self._bound += num_drafts + 1
+        plan = StepPlan(self._next_id(), rows=rows)
+        plan.num_drafts = num_drafts
+        plan.defers_drafter = self._may_defer and not num_drafts
+        return plan
 
     def _next_id(self) -> int:
         self._step_id -= 1

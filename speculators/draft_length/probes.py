@@ -17,10 +17,14 @@ _LEAST_LOSS = 0.02  # least cost of a probing step, in steps without drafts
 # Drafting that a probe started was in vain if it ends within this many steps: what was believed of
 # later positions, which a probe does not judge, was wrong. It may cost the same share of the time.
 LASTING = 48
-# A K with a guessed cost that may pay is tried for this many steps, every `_MIN_GAP` steps, or less
-# often where such steps teach nothing, for example because they hold prompts.
-_TRIAL_STEPS, _MAX_TRIAL_GAP = 3, 1024
-_LEAST_GAIN = 1.03  # a K may pay if it promises this much more than the best K with a known cost
+# A K whose cost no real step has decided is tried for this many steps if it may pay, every
+# `_MIN_GAP` steps, or less often where such steps teach nothing, for example because they hold
+# prompts. One step fewer both makes and verifies K drafts.
+_TRIAL_STEPS, _MAX_TRIAL_GAP = 4, 256
+_LEAST_GAIN = 1.03  # a K may pay if it promises this much more than the best K with a decided cost
+_DOUBT = 0.4  # share of a trusted measurement by which it may be too long
+# Such trials may cost this share of the time; more once a measurement was wrong.
+_TRIAL_SHARE, _SHARE_IF_WRONG = 0.01, 0.03
 
 
 class Probe:
@@ -68,9 +72,9 @@ class Probe:
 
 
 class Trials:
-    """Steps that measure the cost of a K if that is only a guess.
+    """Steps that measure the cost of a K that no real step has decided yet.
 
-    A K that was guessed too dear would otherwise never be chosen, and its cost never be corrected.
+    A K that was measured too dear would otherwise never be chosen, and its cost never be corrected.
     """
 
     def __init__(self) -> None:
@@ -86,7 +90,7 @@ class Trials:
         allowed: Sequence[int],
     ) -> int | None:
         """The K that this step tries; None = none. Call once for each step."""
-        if costs.is_trusted:
+        if not costs.decides:
             return None
         if self._left and self._tried in allowed:
             self._left -= 1
@@ -96,9 +100,17 @@ class Trials:
         if self._waited < self._gap:
             return None
         known = [k for k in allowed if costs.is_certain(num_reqs, k)]
-        tried = _first_that_may_pay(known, seconds, tokens, allowed)
+        if not known or len(known) == len(allowed):
+            return None
+        tried = _most_promising(known, seconds, tokens, allowed, costs.is_trusted)
         if tried is None:
             return None
+        if costs.is_trusted:
+            speed = tokens / seconds
+            lost = _TRIAL_STEPS * (1.0 - float(speed[tried] / speed[known].max()))
+            share = _SHARE_IF_WRONG if costs.was_wrong else _TRIAL_SHARE
+            if self._waited * share < lost:
+                return None
         in_vain = costs.num_learned == self._num_learned
         self._gap = min(2 * self._gap, _MAX_TRIAL_GAP) if in_vain else _MIN_GAP
         self._num_learned = costs.num_learned
@@ -106,18 +118,30 @@ class Trials:
         return tried
 
 
-def _first_that_may_pay(
-    known: Sequence[int], seconds: np.ndarray, tokens: np.ndarray, allowed: Sequence[int]
+def _most_promising(
+    known: Sequence[int],
+    seconds: np.ndarray,
+    tokens: np.ndarray,
+    allowed: Sequence[int],
+    is_trusted: bool,
 ) -> int | None:
-    """The smallest K with a guessed cost that could be the best, as it costs at least as much as
-    fewer drafts.
+    """A K with an undecided cost that could be the best, as it costs at least as much as fewer
+    drafts, and if `is_trusted` at least its measurement less `_DOUBT`.
 
-    known: each K with a known cost; seconds, tokens: [K + 1].
+    Of several, the one with the most speed at that cost. Guesses promise nothing, so the smallest
+    is tried first, which bounds the cost of the others.
+    known: each K with a decided cost; seconds, tokens: [K + 1].
     """
-    best = max([float(tokens[k] / seconds[k]) for k in known], default=0.0)
+    most = _LEAST_GAIN * max([float(tokens[k] / seconds[k]) for k in known])
+    found = None
     for k in allowed:
-        if k not in known:
-            least = max([float(seconds[j]) for j in known if j < k], default=0.0)
-            if not least or tokens[k] / least > _LEAST_GAIN * best:
+        if k in known:
+            continue
+        least = max([float(seconds[j]) for j in known if j < k], default=0.0)
+        if is_trusted:
+            least = max(least, (1.0 - _DOUBT) * float(seconds[k]))
+        if tokens[k] > most * least:
+            if not is_trusted:
                 return k
-    return None
+            found, most = k, float(tokens[k] / least)
+    return found

@@ -2,7 +2,7 @@
 
 It starts from the measurements at start-up, interpolates the rest, and follows the duration of real
 steps. If the first real steps of a size contradict its measurement, it moves all costs that no real
-step has confirmed. It knows nothing about acceptance.
+step has decided. It knows nothing about acceptance.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _RATE = 0.1  # share of the difference to a real step by which its cell moves
 _SHARED = 0.3  # share of that by which all other cells move: a longer context slows them all
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # numbers of requests that have cells of their own
 _OUTLIER = 0.2  # larger differences (of logarithms) count as this
-_ENOUGH = 4  # real steps that replace a guessed cost
-_COMPARED = 3  # the first real steps of a cell, which are compared with a trusted measurement
-_SURPRISE = 0.15  # if they differ by more (in logarithms), the measurement was wrong
+_ENOUGH = 3  # real steps that decide the cost of a cell
+_SURPRISE = 0.15  # if they differ by more (in logarithms), a trusted measurement was wrong
+_NOISE = 0.05  # smaller differences change no trusted measurement
 _LAPSE = 0.4  # if a cell has moved by more (in logarithms) since then, the others are guesses again
 
 
@@ -72,16 +72,12 @@ class StepCosts:
         self._seconds = np.array(rows)  # [sizes, K + 1]
         self._factors = np.zeros_like(self._seconds)  # logarithms of learned corrections
         self.is_trusted = is_trusted
-        self._is_certain = np.full(self._seconds.shape, is_trusted)
-        # Factors that real steps suggest for cells that are guesses.
+        self.decides = is_alone  # whether the first real steps of a cell decide its cost
+        self._is_certain = np.zeros(self._seconds.shape, dtype=bool)  # decided by real steps
+        self._decided = np.full(self._seconds.shape, np.nan)  # factors when that happened
+        # Factors that real steps suggest for the other cells.
         self._wanted: dict[tuple[int, int], list[float]] = defaultdict(list)
-        self._decided = np.full(self._seconds.shape, np.nan)  # factors when they were replaced
-        # Of trusted measurements: which ones the first real steps of their cell have confirmed or
-        # replaced, and by how much (in logarithms) the others were raised because one was wrong.
-        self._compares = is_trusted and is_alone and self.is_known
-        self._is_confirmed = np.zeros(self._seconds.shape, dtype=bool)
-        self._raised = np.zeros_like(self._seconds)
-        self._was_wrong = False
+        self.was_wrong = False  # whether a trusted measurement was
         self._prompts = PromptRows(measured)
         self.num_learned = 0  # real steps that taught something about a guess
 
@@ -120,7 +116,7 @@ class StepCosts:
         return float(np.interp(num_drafts, np.arange(len(row)), row))
 
     def is_certain(self, num_reqs: int, num_drafts: int) -> bool:
-        """Whether the cost of such a step comes from real steps or a trusted measurement."""
+        """Whether real steps have decided the cost of such a step."""
         return bool(self._is_certain[self._index(num_reqs), num_drafts])
 
     def refine(
@@ -140,18 +136,13 @@ class StepCosts:
             return
         index = self._index(num_reqs)
         rows = [index, index - 1] if index and num_reqs < self._sizes[index] else [index]
-        if steady is not None:
-            guessed = [(row, steady) for row in rows if not self._is_certain[row, steady]]
-            for cell in guessed:
-                self._learn(cell, float(self._factors[cell]) + difference)
-            if guessed:
+        if steady is not None and self.decides:
+            new = [(row, steady) for row in rows if not self._is_certain[row, steady]]
+            if any([self._learn(cell, difference) for cell in new]):
                 return
-            if self._compares:
-                new = [(row, steady) for row in rows if not self._is_confirmed[row, steady]]
-                if any([self._compare(cell, difference) for cell in new]):
-                    return
         step = _RATE * min(max(difference, -_OUTLIER), _OUTLIER)
-        shared = np.where(self._is_certain, _SHARED * step, step)
+        follows = self._is_certain | self.is_trusted
+        shared = np.where(follows, _SHARED * step, step)
         for row in rows:
             shared[row, round(num_drafts)] = step
         self._factors += shared
@@ -159,70 +150,40 @@ class StepCosts:
             if self._is_certain[row, round(num_drafts)]:
                 self._check((row, round(num_drafts)))
 
-    def _learn(self, cell: tuple[int, int], factor: float) -> None:
-        """Note the factor that a real step suggests for a guess; enough of them replace it.
-
-        The other guesses were measured under the same conditions, so they move by as much.
-        """
+    def _learn(self, cell: tuple[int, int], difference: float) -> bool:
+        """Note by how much (in logarithms) a real step differs from an undecided cost; enough of
+        them decide it. True if nothing else may learn from the step."""
         self.num_learned += 1
-        wanted = self._wanted[cell]
-        wanted.append(factor)
+        wanted, row = self._wanted[cell], cell[0]
+        wanted.append(float(self._factors[cell]) + difference)
         if len(wanted) < _ENOUGH:
-            return
-        change = median_low(wanted) - self._factors[cell]
-        wanted.clear()
-        self._factors[~self._is_certain] += change
-        self._is_certain[cell] = True
-        self._decided[cell] = self._factors[cell]
-
-    def _compare(self, cell: tuple[int, int], difference: float) -> bool:
-        """Compare a real step with a trusted measurement; True if nothing else may learn from it.
-
-        difference: of the step to the believed cost, in logarithms.
-        """
-        row, believed = cell[0], float(self._factors[cell] - self._raised[cell])
-        wanted = self._wanted[cell]
-        wanted.append(believed + difference)
-        if len(wanted) < _COMPARED:
-            return abs(difference) > _SURPRISE
+            return not self.is_trusted or abs(difference) > _SURPRISE
         change = median_low(wanted) - float(self._factors[cell])
         wanted.clear()
-        is_first = not self._is_confirmed[row].any()
-        is_wrong = abs(change) > _SURPRISE
-        if is_wrong or self._raised[cell]:
+        is_first = not self._is_certain[row].any()
+        is_wrong = self.is_trusted and abs(change) > _SURPRISE
+        if not self.is_trusted or (is_wrong and is_first and not self.was_wrong):
+            # The others were measured under the same conditions.
+            self._factors[~self._is_certain] += change
+        elif abs(change) > _NOISE:
             self._factors[cell] += change
-        self._is_confirmed[cell], self._raised[cell] = True, 0.0
-        if is_first and is_wrong:
-            self._move_others(row, change)
-        elif self._was_wrong:
+        self._is_certain[cell], self._decided[cell] = True, self._factors[cell]
+        self.was_wrong = self.was_wrong or is_wrong
+        if self.was_wrong:
             self._interpolate(row)
         return True
 
-    def _move_others(self, row: int, change: float) -> None:
-        """The first cell of a size was wrong by `change`: the others probably are, too.
-
-        Perhaps they are not. Where they rise, `_corrected` believes the measurement until real
-        steps refute it, because a K that seems too expensive would never be tried.
-        """
-        others = ~self._is_confirmed
-        if self._was_wrong:  # the other sizes have moved before
-            others[:row], others[row + 1 :] = False, False
-        self._factors[others] += change
-        self._raised[others] += max(change, 0.0)
-        self._was_wrong = True
-
     def _interpolate(self, row: int) -> None:
-        """Correct the costs between two confirmed ones of a size, by values between theirs."""
-        known = np.flatnonzero(self._is_confirmed[row])
-        between = np.arange(known[0], known[-1] + 1)
-        self._factors[row, between] = np.interp(between, known, self._factors[row, known])
-        self._raised[row, between] = 0.0
+        """Correct the undecided costs of a size as the decided ones were."""
+        known = np.flatnonzero(self._is_certain[row])
+        every = np.arange(self._factors.shape[1])
+        self._factors[row] = np.interp(every, known, self._factors[row, known])
 
     def _check(self, cell: tuple[int, int]) -> None:
         """If a cell has moved far since its guess was replaced, treat the others as guesses again:
         they have probably moved too."""
         change = self._factors[cell] - self._decided[cell]
-        if not abs(change) > _LAPSE:  # NaN if measurements are trusted
+        if not abs(change) > _LAPSE:  # NaN if undecided
             return
         self._decided[cell] = self._factors[cell]
         others = self._is_certain.copy()
@@ -236,9 +197,8 @@ class StepCosts:
         return min(bisect_left(self._sizes, num_reqs), len(self._sizes) - 1)
 
     def _corrected(self, index: int) -> np.ndarray:
-        factors = self._factors[index] - self._raised[index]
-        corrected: np.ndarray = self._seconds[index] * np.exp(factors)
-        if self._was_wrong:  # more drafts cost at least as much
+        corrected: np.ndarray = self._seconds[index] * np.exp(self._factors[index])
+        if self.was_wrong:  # more drafts cost at least as much
             np.maximum.accumulate(corrected, out=corrected)
         return corrected
 
@@ -246,11 +206,12 @@ class StepCosts:
 def _fill_row(size: int, measured: Mapping[tuple[int, int], float], max_drafts: int) -> np.ndarray:
     """Seconds for K = 0 .. max_drafts: measured, interpolated, or extrapolated by the cost model.
 
-    More drafts never cost less: a measurement that says so was disturbed.
+    More drafts never cost less. If a measurement says so, fewer drafts were measured too dear, as
+    other work only makes a step longer.
     """
     points = {k: t for (n, k), t in measured.items() if n == size and k <= max_drafts}
     known = sorted(points)
-    values = np.maximum.accumulate([points[k] for k in known])
+    values = np.minimum.accumulate([points[k] for k in known][::-1])[::-1]
     row = np.interp(range(max_drafts + 1), known, values)
     for k in range(max_drafts + 1):
         nearest = min(max(k, known[0]), known[-1])

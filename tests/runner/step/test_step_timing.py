@@ -20,6 +20,7 @@ class SlowRunner:
         self, monkeypatch: pytest.MonkeyPatch, seconds: float, max_num_tokens: int = 64
     ) -> None:
         self.now, self._seconds = 0.0, seconds
+        self.stalls: dict[int, float] = {}  # by step: seconds of other work meanwhile
         self.plans: list[StepPlan] = []
         self.facts = SimpleNamespace(
             device="cuda",
@@ -36,7 +37,7 @@ class SlowRunner:
 
     def execute(self, plan: StepPlan) -> SimpleNamespace:
         self.plans.append(plan)
-        self.now += self._seconds
+        self.now += self._seconds + self.stalls.get(len(self.plans), 0.0)
         return SimpleNamespace(get=lambda: [])
 
     def fill_tokens(self, num_slots: int, num_drafts: int) -> None:
@@ -74,6 +75,17 @@ def test_no_requests_are_started_once_the_time_is_over(
     assert [plan.freed_slots for plan in runner.plans if plan.freed_slots] == [
         list(range(size)) for size in sizes
     ]
+
+
+def test_a_stall_or_a_slow_first_step_of_a_cell_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner = SlowRunner(monkeypatch, 0.001)
+    per_size = 1 + 2 * 5 + 1  # the prompts, five steps for each K, and the end of the requests
+    for size in range(4):
+        runner.stalls[size * per_size + 2] = 0.5  # the first step compiles something
+        runner.stalls[size * per_size + 9 + size % 2] = 0.02
+    assert list(measure_steps(runner, CONFIG).values()) == pytest.approx([0.001] * 8)
 
 
 def test_a_size_of_which_no_step_fits_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:

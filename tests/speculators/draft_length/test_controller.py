@@ -173,7 +173,7 @@ def test_a_held_k_is_made_whatever_it_brings_until_it_is_let_go() -> None:
         run = simulate(LAWS["poor"], 256, chooser, 60)
         assert set(run.chosen) == {k} and set(run.reasons) == {"fixed"}
     chooser.hold(None)
-    assert simulate(LAWS["poor"], 256, chooser, 200).chosen[-100:].count(0) >= 95
+    assert simulate(LAWS["poor"], 256, chooser, 200).chosen[-100:].count(0) >= 92
     assert simulate(LAWS["good"], 1, controller(1), 200).chosen[-100:].count(3) >= 95
 
 

@@ -80,7 +80,7 @@ def test_a_start_that_measured_too_few_experts_is_put_right(name: str, num_reqs:
     shared = {(n, k): EXPERTS_AT_START[n][k] / 1000 for n, k in cells}
     third = {cell: of_experts(*cell) / 3 for cell in cells}
     for wrong in (shared, third):
-        assert to_best(LAWS[name], num_reqs, wrong, 240) >= 0.975
+        assert to_best(LAWS[name], num_reqs, wrong, 240) >= 0.955
 
 
 @pytest.mark.parametrize("num_reqs", [32, 128])
@@ -89,7 +89,7 @@ def test_drafting_after_a_wrong_cost_is_no_probe_in_vain(num_reqs: int) -> None:
     drafting soon after, the next probes must not wait."""
     wrong = {(n, k): of_experts(n, k) * (1.0 if k else 0.67) for n in EXPERTS for k in range(K + 1)}
     law: Law = lambda at: POOR if 1 / 3 <= at < 2 / 3 else GOOD  # noqa: E731
-    assert to_best(law, num_reqs, wrong, 240) >= 0.97
+    assert to_best(law, num_reqs, wrong, 240) >= 0.96
 
 
 def test_the_first_steps_of_a_size_move_all_costs_that_are_not_confirmed() -> None:
@@ -97,8 +97,7 @@ def test_the_first_steps_of_a_size_move_all_costs_that_are_not_confirmed() -> No
     for seconds in (0.5, 1.0, 2.0):  # measured times, of three drafts; the middle one counts
         costs.refine(64, 3, seconds * 2 * H100[64][3] / 1000, steady=3)
     assert costs.seconds(64, 3) == pytest.approx(2 * H100[64][3] / 1000)
-    # Those that rise are believed to be as measured until a real step says what they are.
-    assert costs.seconds(64, 0) == pytest.approx(H100[64][0] / 1000)
+    assert costs.seconds(64, 0) == pytest.approx(2 * H100[64][0] / 1000)
     for _ in range(3):
         costs.refine(64, 0, 1.5 * H100[64][0] / 1000, steady=0)
     assert costs.seconds(64, 0) == pytest.approx(1.5 * H100[64][0] / 1000)
@@ -175,7 +174,7 @@ def test_no_k_is_tried_that_could_not_pay(num_reqs: int, share: float) -> None:
     costs = StepCosts(measured(), K, is_trusted=False)
     run = simulate(LAWS["poor"], num_reqs, controller(num_reqs, costs), 300)
     assert run.speed >= share * fixed_speed(LAWS["poor"], num_reqs, 0, 1)
-    assert not costs.is_certain(num_reqs, K)
+    assert (K, "probe") not in zip(run.chosen, run.reasons, strict=True)
 
 
 def test_costs_of_a_busy_time_are_forgotten_after_it() -> None:
@@ -188,7 +187,7 @@ def test_costs_of_a_busy_time_are_forgotten_after_it() -> None:
     assert costs.seconds(1, 3) == pytest.approx(true_seconds(1, 3), rel=0.1)
 
 
-def test_trials_have_three_steps_and_are_rarer_while_they_teach_nothing() -> None:
+def test_trials_have_four_steps_and_are_rarer_while_they_teach_nothing() -> None:
     costs, trials = StepCosts(measured(), K, is_trusted=False), Trials()
     for _ in range(4):
         costs.refine(8, 0, true_seconds(8, 0), steady=0)
@@ -199,9 +198,9 @@ def test_trials_have_three_steps_and_are_rarer_while_they_teach_nothing() -> Non
         assert set(found) <= {None, 1}  # the first K whose cost is not known
         return [step for step, k in enumerate(found) if k]
 
-    assert tried(70, 0, 1, 2, 3) == [15, 16, 17, 33, 34, 35, 67, 68, 69]
+    assert tried(73, 0, 1, 2, 3) == [*range(15, 19), *range(34, 38), *range(69, 73)]
     costs.refine(8, 1, true_seconds(8, 1), steady=1)  # as in the last trial
-    assert tried(66, 0, 1, 3) == [63, 64, 65] and tried(18, 0, 1) == [15, 16, 17]
+    assert tried(67, 0, 1, 3) == [63, 64, 65, 66] and tried(19, 0, 1) == [15, 16, 17, 18]
     assert tried(32, 0, 1) == [31] and tried(3, 0) == []  # no request wants drafts any more
 
 
@@ -218,15 +217,46 @@ def test_a_k_that_would_gain_little_if_it_cost_nothing_is_not_tried(
     assert found == tried
 
 
-def test_what_is_measured_well_is_not_tried_for_its_cost() -> None:
-    chooser = controller(1)
-    run = simulate(LAWS["good"], 1, chooser, 300)
-    assert set(run.chosen[-200:]) == {3} and "probe" not in run.reasons[-200:]
+@pytest.mark.parametrize("num_reqs", [1, 64, 256])
+def test_what_is_measured_well_is_tried_once_and_late(num_reqs: int) -> None:
+    run = simulate(LAWS["good"], num_reqs, controller(num_reqs), 400)
+    known = simulate(LAWS["good"], num_reqs, controller(num_reqs, not_alone()), 400)
+    tried = [k for k, why in zip(run.chosen, run.reasons, strict=True) if why == "probe"]
+    assert all(tried.count(k) in (0, 4) for k in range(K + 1))
+    assert "probe" not in run.reasons[:16]
+    assert run.speed >= 0.99 * known.speed
 
 
-def test_one_disturbed_step_of_four_decides_no_cost() -> None:
+def not_alone() -> StepCosts:
+    """Costs that no single step decides, so that none is tried."""
+    return StepCosts(measured(), K, is_alone=False)
+
+
+def disturbed(how: str) -> dict[tuple[int, int], float]:
+    """Measurements beside another engine on the GPU."""
+    factors = np.random.default_rng(3).uniform(1, 2, (512, K + 1))
+    wrong = {
+        "all with drafts": lambda n, k: 1.5 if k else 1.0,
+        "one draft": lambda n, k: 1.5 if k == 1 else 1.0,
+        "no drafts": lambda n, k: 1.0 if k else 1.5,
+        "any": lambda n, k: float(factors[n, k]),
+    }[how]
+    return {(n, k): seconds * wrong(n, k) for (n, k), seconds in measured().items()}
+
+
+@pytest.mark.parametrize("how", ["all with drafts", "one draft", "no drafts", "any"])
+@pytest.mark.parametrize("num_reqs", [8, 256])
+def test_what_was_measured_too_dear_is_tried(how: str, num_reqs: int) -> None:
+    for name in ("good", "poor"):
+        chooser = controller(num_reqs, StepCosts(disturbed(how), K))
+        run = simulate(LAWS[name], num_reqs, chooser, 400)
+        best = max(fixed_speed(LAWS[name], num_reqs, k, 1) for k in range(K + 1))
+        assert run.speed >= 0.95 * best
+
+
+def test_one_disturbed_step_of_three_decides_no_cost() -> None:
     costs = StepCosts(measured(), K, is_trusted=False)
-    for seconds in (0.010, 0.011, 0.100, 0.010):
+    for seconds in (0.010, 0.100, 0.010):
         assert not costs.is_certain(8, 2)
         costs.refine(8, 2, seconds, steady=2)
     assert costs.is_certain(8, 2) and not costs.is_certain(8, 1)
@@ -240,12 +270,12 @@ def test_one_disturbed_step_of_four_decides_no_cost() -> None:
 
 def test_steps_before_a_change_decide_no_cost_after_it() -> None:
     costs = StepCosts(measured(), K, is_trusted=False)
-    for num_drafts, num_steps in ((0, 4), (1, 3)):
+    for num_drafts, num_steps in ((0, 3), (1, 2)):
         for _ in range(num_steps):
             costs.refine(8, num_drafts, true_seconds(8, num_drafts), steady=num_drafts)
     for _ in range(30):
         costs.refine(8, 0, 2 * true_seconds(8, 0), steady=0)
-    for _ in range(4):
+    for _ in range(3):
         assert not costs.is_certain(8, 1)
         costs.refine(8, 1, 2 * true_seconds(8, 1), steady=1)
     assert costs.seconds(8, 1) == pytest.approx(2 * true_seconds(8, 1))
