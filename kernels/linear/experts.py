@@ -121,3 +121,8 @@ class Experts(Protocol):
 
 def _product(x: Tensor, matrix: Tensor, bias: Tensor | None, expert: int) -> Tensor:
     return F.linear(x, matrix, None if bias is None else bias[expert].to(x.dtype))
+
+
+def whole(parts: Tensor, x: Tensor) -> Tensor:
+    """The sum of parts [S, T, H] in the dtype of x; a whole [T, H] as it is."""
+    return parts if parts.dim() == 2 else parts.sum(0, dtype=torch.float32).to(x.dtype)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..device import use_triton
-from ..linear.experts import PackedExperts
+from ..linear.experts import PackedExperts, whole
 from ..linear.moe import run_experts_reference
 from ..quant.tiled import TiledWeight
 
@@ -16,7 +16,7 @@ def packed_experts(
 ) -> Tensor:
     """See `kernels.linear.moe.run_experts`."""
     parts = packed_expert_parts(x, experts, weights, ids, absent=absent)
-    return parts if parts.dim() == 2 else parts.sum(0, dtype=torch.float32).to(x.dtype)
+    return whole(parts, x)
 
 
 def packed_expert_parts(

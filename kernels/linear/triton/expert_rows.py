@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...launch import hash_functions, pdl_options, wait_for_inputs
+from ..experts import whole
 from .one_row_experts import activated
 
 FEW = 256  # up to this number of rows, the next kernel sums the parts
@@ -244,11 +245,6 @@ def empty_parts(
     shape = (top_k + spare if few else top_k, *x.shape)
     create = torch.zeros if absent else torch.empty
     return create(shape, dtype=torch.float32 if wide else x.dtype, device=x.device)
-
-
-def whole(parts: Tensor, x: Tensor) -> Tensor:
-    """The sum of parts [S, T, H] in the dtype of x; a whole [T, H] as it is."""
-    return parts if parts.dim() == 2 else parts.sum(0, dtype=torch.float32).to(x.dtype)
 
 
 hash_functions(globals())

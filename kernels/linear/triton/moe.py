@@ -23,8 +23,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...device import card_of
 from ...launch import fits_tma, has_tma, hash_functions, pdl_options, wait_for_inputs
-from ..experts import ExpertWeights
-from .expert_rows import FEW, Work, both_products, rows_of, store_products, whole, work_for, work_of
+from ..experts import ExpertWeights, whole
+from .expert_rows import FEW, Work, both_products, rows_of, store_products, work_for, work_of
 from .one_row_experts import activation_options, run_one_row
 
 if TYPE_CHECKING:

@@ -29,8 +29,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ....device import num_processors
 from ....launch import hash_functions, pdl_options
-from ....linear.experts import PackedExperts
-from ....linear.triton.expert_rows import FEW, empty_parts, whole
+from ....linear.experts import PackedExperts, whole
+from ....linear.triton.expert_rows import FEW, empty_parts
 from ....quant.tiled import TiledWeight
 from ...kinds import can_group
 from .hopper_expert_roles import COLUMNS, SWIZZLED, bring_rows, bring_words, multiply
