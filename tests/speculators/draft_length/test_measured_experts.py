@@ -35,17 +35,24 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_timed_rows_choose_as_many_experts_as_real_ones(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With equal rows, a step of any number of requests would touch the experts of one token."""
-    touched: dict[int, list[int]] = defaultdict(list)  # rows of a step -> experts of each layer
+def note_experts(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[int]]:
+    """From now on, rows of a step -> the number of experts that each layer of it touches."""
+    touched: dict[int, list[int]] = defaultdict(list)
     select = moe.select_experts
 
     def noted(*args: Any) -> Any:
         weights, ids = select(*args)
         touched[ids.shape[0]].append(ids.unique().numel())
         return weights, ids
+
+    monkeypatch.setattr(moe, "select_experts", noted)
+    return touched
+
+
+def test_timed_rows_choose_as_many_experts_as_real_ones(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With equal rows, a step of any number of requests would touch the experts of one token."""
 
     def mean(rows: int) -> float:
         return sum(touched[rows]) / len(touched[rows])
@@ -54,7 +61,7 @@ def test_timed_rows_choose_as_many_experts_as_real_ones(
     limits = {"max_num_seqs": REQUESTS + 1, "max_num_batched_tokens": 96}
     engine = TinyEngine(folder, drafter, scheduler=limits)
     monkeypatch.setattr(step_timing, "_CPU_SECONDS", 1e6)  # all cells, on a busy machine too
-    monkeypatch.setattr(moe, "select_experts", noted)
+    touched = note_experts(monkeypatch)
     every = (DRAFTS + 1, REQUESTS, REQUESTS * (DRAFTS + 1))
     generator = torch.Generator().manual_seed(0)
     for rows in every:
@@ -114,13 +121,6 @@ def test_timed_requests_have_contexts_of_their_own(
 ) -> None:
     """Attention makes the rows of one context alike, so that requests that share one would touch
     few experts, however different their tokens are."""
-    touched: dict[int, list[int]] = defaultdict(list)  # rows of a step -> experts of each layer
-    select = moe.select_experts
-
-    def noted(*args: Any) -> Any:
-        weights, ids = select(*args)
-        touched[ids.shape[0]].append(ids.unique().numel())
-        return weights, ids
 
     def means(rows: tuple[int, ...]) -> list[float]:
         return [sum(touched[count]) / len(touched[count]) for count in rows]
@@ -133,7 +133,7 @@ def test_timed_requests_have_contexts_of_their_own(
     monkeypatch.setattr(step_timing, "_CPU_SECONDS", 1e6)
     monkeypatch.setattr(step_timing, "_CPU_SIZES", (num_reqs,))
     monkeypatch.setattr(step_timing, "_PROMPT_LEN", step_timing._EXPERTS_PROMPT_LEN)
-    monkeypatch.setattr(moe, "select_experts", noted)
+    touched = note_experts(monkeypatch)
     runner: Any = engine.engine._runner
     decode_real_requests(runner, num_reqs, (0, DRAFTS))
     real = means(rows)
