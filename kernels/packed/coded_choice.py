@@ -22,7 +22,7 @@ USE_ROLES = True  # whether 33 to 256 rows are multiplied by warps with roles
 _WIDE_BUCKETS = (512, 1024)
 
 Key: TypeAlias = tuple[str, Shape, int]  # format, shape, upper bound of rows
-# The shapes of Llama 3 8B, of which `measure_codes.py` measured the fastest kernels on an H200.
+# The layers of Llama 3 8B. `measure_codes.py` measured their fastest kernels on an H200.
 _QKV, _O = Shape("qkv", 6144, 4096), Shape("o", 4096, 4096)
 _GATE_UP, _DOWN = Shape("gate_up", 28672, 4096), Shape("down", 4096, 14336)
 # With `USE_ROLES` on Hopper this table comes first, for 2 rows and more; None = a kernel without

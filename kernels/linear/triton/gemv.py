@@ -188,7 +188,7 @@ def multiply(
 ) -> Tensor:
     """See `kernels.linear.linear`, whose operations are the modes; x must be one row, [1, K].
 
-    With a `head`, whose draws it has and which finishes it, the result is only there.
+    With a `head`, the kernel also draws tokens, and `head` finishes and holds the result.
     """
     assert mode != PARTS and (residual is None or mode == PLAIN)
     assert x.shape[0] == 1 and x.stride(1) == 1 and weight.is_contiguous()

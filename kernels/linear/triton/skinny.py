@@ -173,7 +173,7 @@ def multiply(
 ) -> Tensor:
     """See `kernels.linear.linear`, whose operations are the modes.
 
-    With a `head`, whose draws it has and which finishes it, the result is only there. `tma`
+    With a `head`, the kernel also draws tokens, and `head` finishes and holds the result. `tma`
     overrides whether descriptors load the tiles.
     """
     assert norm is None or choice.split_k == 1 or mode != PARTS
