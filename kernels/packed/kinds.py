@@ -76,7 +76,8 @@ class Codes:
     # `block_m` is 64 or 128, and `num_warps` and `early` have no meaning
     roles: int = 0
     narrow: int = 0  # 1 = parts have 16 bits; of o and down
-    # With roles: 1 = gate and up are one product of the tensor cores, if whole rows have scales
+    # With roles and 128 rows: 1 = gate and up are one product of the tensor cores, if whole rows
+    # have scales
     joined: int = 0
     halves: int = 0  # with roles and 128 rows: 1 = tiles of the last round may have 64
 

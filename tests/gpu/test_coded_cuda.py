@@ -135,7 +135,7 @@ def test_products_are_those_of_the_codes(name: str, size: int, rows: int, roles:
             act = torch.nn.functional.silu(gate) * up
             got = packed_gated_linear(coded, weight, None, "silu", choice, None, BF16)
             close(got, act, 8e-3 if choice.promote else 1.6e-2)
-            if roles and not (choice.by_group or choice.promote):
+            if tile.block_m == 128 and roles and not (choice.by_group or choice.promote):
                 joined = replace(choice, joined=1)
                 both = packed_gated_linear(coded, weight, None, "silu", joined, None, BF16)
                 close(both, got.double(), 8e-3)

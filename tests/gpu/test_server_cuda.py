@@ -59,7 +59,7 @@ def server(request: pytest.FixtureRequest, deepseek: Path) -> Iterator[tuple[str
     flags += ("--attention-backend", request.param, "--debug-compare-eager", "-sc", "off")
     running = RunningServer(str(deepseek), *flags)
     try:
-        yield request.param, running.wait_ready()
+        yield request.param, running.wait_ready(300)  # other tests may use the cores
     finally:
         assert running.stop() == 0, "".join(running.log)
 

@@ -141,7 +141,9 @@ def multiply(
     tiles = triton.cdiv(x.shape[0], block_m) * blocks * split_k
     programs = programs or num_processors(x.device)
     halves = choice.halves > 0 and consumers == 2
-    joined = choice.joined > 0 and mode == GATE_UP and not (choice.by_group or choice.promote)
+    # One consumer of both would need more registers than its average.
+    joined = choice.joined > 0 and consumers == 2 and mode == GATE_UP
+    joined = joined and not (choice.by_group or choice.promote)
     if tiles < programs:
         programs = 2 * tiles if halves and 2 * tiles <= programs else tiles
     step = int(STEP.value)
