@@ -13,10 +13,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeAlias
 
+import torch
+
 from ..device import use_triton
 from ..linear.linear_choice import Gemv, Shape, Skinny, bucket_of
 from ..quant.tiled import TiledWeight, Weight
-from .coded_choice import choose_coded
+from .coded_choice import choose_coded, is_hopper
 from .kinds import (
     Direct,
     PackedChoice,
@@ -27,10 +29,12 @@ from .kinds import (
     fits_gemv,
     fits_small_groups,
     format_name,
+    has_groups,
 )
 from .tuned import tuned_choices
 
 EXACT_ROWS = 64  # up to here, activations have 16 bits
+BLOCK_ROWS = 1024  # up to here, torch multiplies no codes with scales of blocks
 FEW_ROWS = 1  # up to here, small groups' words go straight to registers; 16, once a GPU reran it
 
 
@@ -50,7 +54,7 @@ def choose_packed(weight: Weight, role: str, num_rows: int) -> PackedChoice:
     if (coded := choose_coded(weight, shape, num_rows)) is not None:
         return coded
     bucket = bucket_of(num_rows)
-    if num_rows > EXACT_ROWS and can_quantise(weight):
+    if num_rows > (BLOCK_ROWS if has_groups(weight) else EXACT_ROWS) and can_quantise(weight):
         return Quantised()
     tuned = tuned_choices(weight.device)
     if tuned and (key := (format_name(weight), shape, bucket)) in tuned:
@@ -71,16 +75,25 @@ def choose_packed(weight: Weight, role: str, num_rows: int) -> PackedChoice:
 
 
 def can_quantise(weight: TiledWeight) -> bool:
-    """Whether torch multiplies codes of this format, and the checkpoint asks for it."""
-    asks = {"fp8": ("fp8-token", "fp8-static"), "int8": ("int8-token",)}
-    rows, columns = weight.shape
-    return (
-        weight.activations in asks.get(weight.kind, ())
-        and format_name(weight) in ("fp8", "int8")
-        and weight.order is None
-        and rows % 16 == 0
-        and columns % 8 == 0
-    )
+    """Whether torch multiplies codes of this format, and the checkpoint asks for it.
+
+    Blocks need cuBLAS of CUDA 12.9 and a Hopper GPU.
+    """
+    asks = {
+        "fp8": ("fp8-token", "fp8-static"), "int8": ("int8-token",), "fp8 blocks": ("fp8-block",)
+    }  # fmt: skip
+    name, (rows, columns) = format_name(weight), weight.shape
+    if weight.activations not in asks.get(name, ()) or weight.order is not None:
+        return False
+    if name == "fp8 blocks":
+        whole = rows % 128 == 0 and columns % 128 == 0
+        return whole and is_hopper(weight) and _cuda_version() >= (12, 9)
+    return rows % 16 == 0 and columns % 8 == 0
+
+
+def _cuda_version() -> tuple[int, ...]:
+    """The version of CUDA that torch was built with."""
+    return tuple(int(part) for part in (torch.version.cuda or "0").split("."))
 
 
 def _direct(weight: TiledWeight, shape: Shape) -> Direct:

@@ -41,7 +41,8 @@ def code_rows_reference(x: Tensor, coding: Coding) -> Tensor:
     codes = (spans * (1 / scales)[:, :, None, None]).clamp(-LARGEST, LARGEST).to(E4M3)
     ordered = codes.view(torch.uint8).transpose(2, 3).reshape(rows, coding.num_codes)
     if coding.planar:
-        flat = torch.cat((ordered.flatten(), scales.view(torch.uint8).flatten()))
+        columns = scales.T.contiguous()
+        flat = torch.cat((ordered.flatten(), columns.view(torch.uint8).flatten()))
         return flat.view(rows, coding.row_bytes)
     tail = torch.zeros(rows, (coding.row_bytes - coding.num_codes) // 4, device=x.device)
     tail[:, : scales.shape[1]] = scales
@@ -94,9 +95,10 @@ def decode_rows(coded: Tensor, coding: Coding) -> Tensor:
 
 
 def planes(coded: Tensor, coding: Coding) -> tuple[Tensor, Tensor]:
-    """The codes [M, bytes of codes] e4m3 and scales [M, 1] float32 of planar coded rows."""
+    """The codes [M, bytes of codes] e4m3 of planar coded rows, and their scales float32: [M, 1], or
+    [M, spans] whose columns are contiguous."""
     assert coding.planar
     rows, end = coded.shape[0], coded.shape[0] * coding.num_codes
     flat = coded.view(-1)
     codes = flat[:end].view(E4M3).view(rows, coding.num_codes)
-    return codes, flat[end:].view(torch.float32).view(rows, 1)
+    return codes, flat[end:].view(torch.float32).view(-1, rows).T

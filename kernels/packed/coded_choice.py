@@ -3,7 +3,7 @@
 
 On Hopper GPUs the kernel of `hopper_codes` multiplies 33 to 256 rows, and up to 1,024 of blocks.
 Torch multiplies more rows, with kernels of their own that code its input and gate its output; of
-formats that it does not know, it multiplies a copy in 16 bits.
+formats that it does not know, as blocks without a Hopper GPU, it multiplies a copy in 16 bits.
 """
 
 from __future__ import annotations

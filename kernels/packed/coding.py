@@ -13,12 +13,9 @@ class Coding:
 
     columns: int  # K
     by_group: bool  # a scale for each 128 columns, else one for the row
-    # The codes of all rows, then their scales, as torch wants them; without groups. The rows of the
-    # tensor are not those of the input then, only as many.
+    # The codes of all rows, then the scales of the first group of all rows, and so on, as torch
+    # wants them. The rows of the tensor are not those of the input then, only as many.
     planar: bool = False
-
-    def __post_init__(self) -> None:
-        assert not (self.planar and self.by_group)
 
     @property
     def spans(self) -> int:
@@ -32,10 +29,8 @@ class Coding:
     @property
     def row_bytes(self) -> int:
         """Bytes of a row; a multiple of 16, unless it is planar."""
-        if self.planar:
-            return self.num_codes + 4
-        scales = self.spans if self.by_group else 1
-        return self.num_codes + -(-4 * scales // 16) * 16
+        scales = 4 * (self.spans if self.by_group else 1)
+        return self.num_codes + (scales if self.planar else -(-scales // 16) * 16)
 
     @property
     def code_stride(self) -> int:

@@ -9,7 +9,7 @@ from ..linear.linear_choice import GATE_UP as GATE_UP
 from ..linear.linear_choice import PARTS as PARTS
 from ..linear.linear_choice import PLAIN as PLAIN
 from ..linear.linear_choice import Gemv, Skinny
-from ..quant.tiled import TiledWeight
+from ..quant.tiled import TiledWeight, Weight
 from .coding import SPAN, Coding
 
 WIDTH = 64  # columns of a slice that the kernel of `Row` knows
@@ -159,7 +159,7 @@ def can_group(count: int, hidden: int, inner: int, activation: str) -> bool:
     return whole and count <= _MOST_GROUPED and activation in _GROUPED
 
 
-def has_groups(weight: TiledWeight) -> bool:
+def has_groups(weight: Weight) -> bool:
     """Whether scales belong to groups of columns or blocks, not to whole rows."""
     return weight.group < weight.columns or weight.row_group > 1
 

@@ -32,6 +32,7 @@ from .kinds import (
     Quantised,
     Row,
     fits_small_groups,
+    has_groups,
 )
 
 
@@ -82,33 +83,29 @@ def _quantised_linear(
     out_dtype: torch.dtype | None,
 ) -> Tensor:
     """The product with activations quantised row by row, which torch computes from codes."""
-    from .triton.packed_tokens import quantise_blocks, quantise_rows, rescale
+    if weight.kind == "int8":
+        from .triton.packed_tokens import quantise_rows, rescale
 
-    dtype = torch.float8_e4m3fn if weight.kind == "fp8" else torch.int8
-    codes = weight.words.view(dtype)  # [N, columns padded to whole spans]
-    scales, planar = weight.scales, Coding(weight.columns, False, planar=True)
-    if not is_coded(x) and weight.kind == "fp8" and weight.row_group == 1:
+        codes = weight.words.view(torch.int8)  # [N, columns padded to whole spans]
+        x_codes, x_scales = quantise_rows(_normed(x, norm), codes.shape[1])
+        sums = torch._int_mm(x_codes, codes.T)
+        return rescale(sums, x_scales, weight.scales[0], bias, residual, x.dtype)
+    in_blocks = has_groups(weight)
+    planar = Coding(weight.columns, in_blocks, planar=True)
+    if not is_coded(x):
         out_dtype = x.dtype
         x = code_rows(x, planar) if norm is None else norm_and_code(x, None, *norm, planar)[0]
         norm = None
-    if is_coded(x):
-        assert out_dtype is not None and norm is None
-        x_codes, x_scales = planes(x, planar)
-    elif weight.row_group > 1:
-        x_codes, x_scales = quantise_blocks(_normed(x, norm), codes.shape[1])
-    else:
-        x_codes, x_scales = quantise_rows(_normed(x, norm), codes.shape[1])
-    if dtype == torch.int8:
-        sums = torch._int_mm(x_codes, codes.T)
-        return rescale(sums, x_scales, weight.scales[0], bias, residual, x.dtype)
+    assert out_dtype is not None and norm is None
+    x_codes, x_scales = planes(x, planar)
     out = torch._scaled_mm(
         x_codes,
-        codes.T,
+        weight.words.view(torch.float8_e4m3fn).T,
         scale_a=x_scales,
-        scale_b=_aligned(scales) if weight.row_group > 1 else scales.float(),
+        scale_b=_aligned(weight.scales) if in_blocks else weight.scales.float(),
         out_dtype=torch.bfloat16,  # the only one that it knows with a scale for each row
-        use_fast_accum=weight.row_group == 1,
-    ).to(out_dtype if is_coded(x) else x.dtype)
+        use_fast_accum=not in_blocks,
+    ).to(out_dtype)
     out = out if bias is None else out.add_(bias)
     return out if residual is None else out.add_(residual)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slipstream.kernels.linear.linear_choice import Shape
 from slipstream.kernels.packed.coded import Coding, code_rows
-from slipstream.kernels.packed.kinds import Codes, Quantised
+from slipstream.kernels.packed.kinds import Codes, Quantised, has_groups
 from slipstream.kernels.packed.linear import packed_gated_linear, packed_linear
 from slipstream.kernels.quant.tiled import TiledWeight
 
@@ -48,7 +48,7 @@ def layer_by_torch(shape: Shape, x: Tensor, weight: TiledWeight) -> Tensor:
     """A layer of more than 256 rows in a step: x is coded rows, or numbers before o. That of gates
     also gates and codes its output."""
     if shape.role == "gate_up":
-        after = Coding(shape.outputs // 2, False, planar=True)
+        after = Coding(shape.outputs // 2, has_groups(weight), planar=True)
         return packed_gated_linear(x, weight, None, "silu", Quantised(), None, BF16, after)
     return packed_linear(x, weight, None, Quantised(), None, None, BF16)
 
@@ -56,7 +56,7 @@ def layer_by_torch(shape: Shape, x: Tensor, weight: TiledWeight) -> Tensor:
 def around_us(shape: Shape, x: Tensor, copies: Sequence[TiledWeight]) -> dict[str, float]:
     """Microseconds of `layer_by_torch` for x [M, K] in 16 bits, of which o codes its input."""
     if shape.role != "o":
-        x = code_rows(x, Coding(shape.inputs, False, planar=True))
+        x = code_rows(x, Coding(shape.inputs, has_groups(copies[0]), planar=True))
     calls: list[Callable[[], object]] = [partial(layer_by_torch, shape, x, w) for w in copies]
     return {"around": time_calls(calls)}
 

@@ -32,7 +32,7 @@ from slipstream.kernels.device import Card, meta_tensors_on
 from slipstream.kernels.linear.experts import PackedExperts
 from slipstream.kernels.linear.linear_choice import Gemv, Shape, Skinny
 from slipstream.kernels.packed import choice as packed_choice
-from slipstream.kernels.packed.coded import Coding, norm_and_code
+from slipstream.kernels.packed.coded import Coding, code_rows, norm_and_code
 from slipstream.kernels.packed.experts import packed_expert_parts
 from slipstream.kernels.packed.grouped.triton.hopper_experts import forms_of
 from slipstream.kernels.packed.grouped.triton.sort_rows import arrange
@@ -165,14 +165,10 @@ def few(more: bool) -> None:
         packed_linear(x, tile_on_meta(name, qkv))
     block = replace(tile_on_meta("fp8b", Shape("o", 32, 32)), group=32)  # of all columns
     packed_linear(meta(20, 32), block, None, Skinny(64, 128, 4, 4, 1, 32))
-    from slipstream.kernels.packed.triton.packed_tokens import (
-        quantise_blocks,
-        quantise_rows,
-        rescale,
-    )
+    from slipstream.kernels.packed.triton.packed_tokens import quantise_rows, rescale
 
     row_scales = quantise_rows(meta(99, 1024), 1024)[1]
-    quantise_blocks(meta(99, 1024), 1024)
+    code_rows(meta(99, 1024), Coding(1024, True, planar=True))
     rescale(meta(99, 512, dtype=base.I32), row_scales, meta(512), None, None, base.BF16)
 
 

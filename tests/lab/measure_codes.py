@@ -214,7 +214,7 @@ class Measurement:
             after = self.coding_us(rows, shape.inputs)
         line["before us"], line["before error"] = before_us, error
         line["torch us"] = torch_us(name, shape, x, copies)
-        if rows > 256 and name == "fp8":
+        if rows > 256:
             line |= around_us(shape, x, copies)
         line["bf16 us"] = self.bf16_us(shape, x)
         key = name, shape, bucket_of(rows) or (512 if rows <= 512 else 1024)

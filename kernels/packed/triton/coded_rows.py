@@ -34,7 +34,7 @@ def codes_of(value, inverse, HARDWARE: tl.constexpr):
 @triton.jit
 def _store_codes(
     out,  # [M, code_stride] e4m3
-    scales,  # [M, scale_stride] float32
+    scales,  # [M, scale_stride] float32; PLANAR: [spans, M]
     a,  # [SPANS, 64], the first halves of spans, in float32
     b,
     row,
@@ -42,7 +42,9 @@ def _store_codes(
     num_spans,
     code_stride,
     scale_stride,
+    num_rows,
     BY_GROUP: tl.constexpr,
+    PLANAR: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
     inside = span < num_spans
@@ -51,7 +53,7 @@ def _store_codes(
     if BY_GROUP:
         scale = tl.div_rn(tl.maximum(largest, 1e-12), 448.0)
         inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)[:, None]
-        tl.store(tail + span, scale, mask=inside)
+        tl.store(tail + (span * num_rows if PLANAR else span), scale, mask=inside)
     else:
         scale = tl.div_rn(tl.maximum(tl.max(largest, 0), 1e-12), 448.0)
         inverse = tl.div_rn(1.0, scale)
@@ -62,16 +64,18 @@ def _store_codes(
     tl.store(out + at, codes, mask=inside[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _code_rows_kernel(
     x,  # [M, K]; GATED: [M, 2 K]
     out,  # [M, code_stride] e4m3
-    scales,  # [M, scale_stride] float32
+    scales,  # [M, scale_stride] float32; PLANAR and BY_GROUP: [spans, M]
     num_inputs,  # K
+    num_rows,  # M
     code_stride,
     scale_stride,
     SPANS: tl.constexpr,  # of a program; without BY_GROUP all of a row
     BY_GROUP: tl.constexpr,
+    PLANAR: tl.constexpr,
     GATED: tl.constexpr,  # what is coded is act(gate) * up of the two halves
     ACTIVATION: tl.constexpr,
     HARDWARE: tl.constexpr,
@@ -92,7 +96,10 @@ def _code_rows_kernel(
         up = tl.load(source + num_inputs + 64, mask=second, other=0.0).to(tl.float32)
         b = gated(b, up, ACTIVATION).to(dtype).to(tl.float32)
     spans = tl.cdiv(num_inputs, 128)
-    _store_codes(out, scales, a, b, row, span, spans, code_stride, scale_stride, BY_GROUP, HARDWARE)
+    _store_codes(
+        *(out, scales, a, b, row, span, spans, code_stride, scale_stride, num_rows),
+        *(BY_GROUP, PLANAR, HARDWARE),
+    )
 
 
 @triton.jit
@@ -123,7 +130,7 @@ def _norm_and_code_kernel(
     residual,  # [M, H]
     weight,  # [H]
     out,  # [M, code_stride] e4m3
-    scales,  # [M, scale_stride] float32
+    scales,  # [M, scale_stride] float32; PLANAR and BY_GROUP: [spans, M]
     stream,  # [M, H]
     residual_stride,
     num_rows,  # M
@@ -135,6 +142,7 @@ def _norm_and_code_kernel(
     ADD: tl.constexpr,
     PARTS: tl.constexpr,  # 0 = x is whole
     BY_GROUP: tl.constexpr,
+    PLANAR: tl.constexpr,
     HARDWARE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -152,8 +160,8 @@ def _norm_and_code_kernel(
     scale = tl.rsqrt(tl.sum(tl.sum(a * a + b * b, 1), 0) / SIZE + eps)
     a, b = _normed(a, scale, gain_a, dtype), _normed(b, scale, gain_b, dtype)
     _store_codes(
-        *(out, scales, a, b, row, span, tl.cdiv(SIZE, 128), code_stride, scale_stride),
-        *(BY_GROUP, HARDWARE),
+        *(out, scales, a, b, row, span, tl.cdiv(SIZE, 128), code_stride, scale_stride, num_rows),
+        *(BY_GROUP, PLANAR, HARDWARE),
     )
 
 
@@ -175,10 +183,12 @@ def code_rows(x: Tensor, coding: Coding, activation: str | None = None) -> Tenso
         codes,
         scales,
         coding.columns,
+        x.shape[0],
         coding.code_stride,
         coding.scales_at(x.shape[0])[1],
         SPANS=spans,
         BY_GROUP=coding.by_group,
+        PLANAR=coding.planar,
         GATED=activation is not None,
         ACTIVATION=int(activation == "gelu_tanh"),
         HARDWARE=not x.is_cpu,
@@ -224,6 +234,7 @@ def norm_and_code(
         ADD=residual is not None,
         PARTS=parts,
         BY_GROUP=coding.by_group,
+        PLANAR=coding.planar,
         HARDWARE=not x.is_cpu,
         num_warps=_warps(spans),
         **pdl_options(x),

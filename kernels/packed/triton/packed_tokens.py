@@ -41,31 +41,6 @@ def _quantise_kernel(
 
 
 @triton.jit
-def _quantise_blocks_kernel(
-    x,  # [M, K]
-    codes,  # [M, KP] float8_e4m3fn, columns in the order of the bytes of packed words
-    scales,  # [KP / 128, M] float32
-    M,
-    K,
-    KP,
-    SPANS: tl.constexpr,  # of a program
-    PDL: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    span = tl.program_id(1) * SPANS + tl.arange(0, SPANS)
-    byte = tl.arange(0, 128)
-    at = span[:, None] * 128 + (byte % 2 * 64 + byte // 2)[None, :]
-    wait_for_inputs(PDL)
-    value = tl.load(x + row * K + at, mask=at < K, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(value), 1), 1e-12) / 448.0
-    inside = span * 128 < KP
-    tl.store(scales + span * M + row, scale, mask=inside)
-    code = (value / scale[:, None]).to(codes.dtype.element_ty)
-    place = row * KP + span[:, None] * 128 + byte[None, :]
-    tl.store(codes + place, code, mask=inside[:, None])
-
-
-@triton.jit
 def _rescale_kernel(
     sums,  # [M, N] int32
     row_scales,  # [M] float32
@@ -105,29 +80,6 @@ def quantise_rows(x: Tensor, columns: int) -> tuple[Tensor, Tensor]:
         x, codes, scales, x.shape[1], columns, BLOCK=1024, num_warps=4, **pdl_options(x)
     )
     return codes, scales
-
-
-def quantise_blocks(x: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Rows of x [M, K] as codes [M, columns] float8_e4m3fn, with a scale for each 128 columns.
-
-    Scales are [M, columns / 128] float32, the transpose of a contiguous tensor, as
-    `torch._scaled_mm` wants them. Columns have the order of the bytes of packed words.
-    """
-    rows, spans = x.shape[0], columns // 128
-    codes = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty(spans, rows, dtype=torch.float32, device=x.device)
-    _quantise_blocks_kernel[(rows, triton.cdiv(spans, 8))](
-        x,
-        codes,
-        scales,
-        rows,
-        x.shape[1],
-        columns,
-        SPANS=8,
-        num_warps=4,
-        **pdl_options(x),
-    )
-    return codes, scales.T
 
 
 def rescale(

@@ -14,7 +14,7 @@ from ....kernels.linear.linear import Norm
 from ....kernels.linear.linear_choice import Gemv
 from ....kernels.linear.norm_rope import rms_norm
 from ....kernels.packed.coded import Coding
-from ....kernels.packed.kinds import Codes, Direct, PackedChoice, Quantised, Row
+from ....kernels.packed.kinds import Codes, Direct, PackedChoice, Quantised, Row, has_groups
 from ....kernels.packed.linear import (
     choose_packed,
     packed_gated_linear,
@@ -143,8 +143,8 @@ class PackedLayer(nn.Module):
             return None
         if isinstance(choice, Codes):
             return Coding(whole.shape[1], choice.by_group > 0)
-        if isinstance(choice, Quantised) and whole.kind == "fp8" and whole.row_group == 1:
-            return Coding(whole.shape[1], False, planar=True)
+        if isinstance(choice, Quantised) and whole.kind == "fp8":
+            return Coding(whole.shape[1], has_groups(whole), planar=True)
         return None
 
     def adds(self, num_rows: int) -> bool:

@@ -96,18 +96,20 @@ def test_coded_rows_are_those_of_the_reference(size: int, by_group: int) -> None
         assert torch.equal(code_rows(x[row : row + 1], coding)[0, :end], coded[row, :end])
 
 
+@pytest.mark.parametrize("name", ["fp8 rows", "fp8 blocks"])
 def test_planar_rows_have_the_same_codes_and_are_multiplied_by_torch(
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weight, exact = made("fp8 rows", 48, 200)
+    weight, exact = made(name, 320, 200)
     x, norm = torch.randn(3, 200).half(), (torch.rand(200).half(), 1e-5)
-    plain, planar = Coding(200, False), Coding(200, False, planar=True)
+    in_blocks = name == "fp8 blocks"
+    plain, planar = Coding(200, in_blocks), Coding(200, in_blocks, planar=True)
     coded = code_rows(x, planar)
     assert torch.equal(coded, code_rows_reference(x, planar)) and coded.shape[0] == 3
     numbers = decode_rows(coded, planar)
     assert torch.equal(numbers, decode_rows(code_rows(x, plain), plain))
     codes, scales = planes(coded, planar)
-    assert codes.is_contiguous() and scales.is_contiguous() and scales.data_ptr() % 16 == 0
+    assert codes.is_contiguous() and scales.T.is_contiguous() and scales.data_ptr() % 16 == 0
     normed, stream = norm_and_code(x, x, *norm, planar)
     assert torch.equal(stream, x + x)
     both = torch.randn(3, 400).half()
@@ -117,7 +119,11 @@ def test_planar_rows_have_the_same_codes_and_are_multiplied_by_torch(
     close(decode_rows(act, planar), exact_act.double(), 0.05)
 
     def multiplied(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, **_: Any) -> Tensor:
-        return ((a.float() @ b.float()) * scale_a * scale_b).half()
+        if in_blocks:  # [M, K / 128] and [K / 128, N / 128]
+            assert scale_a.stride() == (1, 3) and scale_b.stride() == (1, 4)
+            scale_a = scale_a.repeat_interleave(128, 1)
+            scale_b = scale_b.repeat_interleave(128, 0).repeat_interleave(128, 1)[:, : b.shape[1]]
+        return ((a.float() * scale_a) @ (b.float() * scale_b)).half()
 
     monkeypatch.setattr(torch, "_scaled_mm", multiplied)
     for rows in (coded, normed, act):
@@ -125,8 +131,12 @@ def test_planar_rows_have_the_same_codes_and_are_multiplied_by_torch(
         parts = packed_linear_parts(rows, weight, None, Quantised(), dtype=torch.float16)
         assert torch.equal(parts, got)
         close(got, decode_rows(rows, planar).double() @ exact.T)
+    for start in (None, norm):  # rows that no kernel before has coded
+        got = packed_linear(x, weight, None, Quantised(), start)
+        rows = coded if start is None else norm_and_code(x, None, *norm, planar)[0]
+        close(got, decode_rows(rows, planar).double() @ exact.T)
     gate, up = (numbers.double() @ exact.T).chunk(2, -1)
-    for wants in (Coding(24, False, planar=True), Coding(24, True)):
+    for wants in (Coding(160, in_blocks, planar=True), Coding(160, True)):
         got = packed_gated_linear(
             coded, weight, None, "silu", Quantised(), None, torch.float16, wants
         )

@@ -11,6 +11,7 @@ import torch
 
 from slipstream.kernels.linear.linear_choice import Shape
 from slipstream.kernels.linear.norm_rope import fused_add_rms_norm, fused_add_rms_norm_reference
+from slipstream.kernels.packed import choice as packed_choice
 from slipstream.kernels.packed import coded_choice
 from slipstream.kernels.packed.coded import (
     Coding,
@@ -20,7 +21,7 @@ from slipstream.kernels.packed.coded import (
     norm_and_code,
 )
 from slipstream.kernels.packed.coded_linear import coding_of
-from slipstream.kernels.packed.kinds import GATE_UP, PARTS, PLAIN, Codes, fits_roles
+from slipstream.kernels.packed.kinds import GATE_UP, PARTS, PLAIN, Codes, Quantised, fits_roles
 from slipstream.kernels.packed.linear import packed_gated_linear, packed_linear_parts
 
 from ..gluon_threads import ThreadedKernel
@@ -246,6 +247,14 @@ def test_more_than_256_rows_are_left_to_torch_but_up_to_1024_of_blocks(
             assert choice.split_k == 1 or tiles // 128 * choice.split_k <= 132
         assert chosen(shape, 1025, True) is None
     assert chosen(shapes[-1], 512, True) is None
+    weight, _ = made("fp8 blocks", 256, 256)
+    for version, rows, expected in (("12.9", 1024, 0), ("12.9", 1025, 1), ("12.8", 1025, 0)):
+        monkeypatch.setattr(torch.version, "cuda", version)
+        choice = packed_choice.choose_packed(weight, "o", rows)
+        assert isinstance(choice, Quantised) == bool(expected)
+    assert not packed_choice.can_quantise(made("fp8 blocks", 256, 264)[0])
+    monkeypatch.setattr(packed_choice, "is_hopper", lambda weight: False)
+    assert not packed_choice.can_quantise(weight)
     measured = replace(TILE, block_m=128)
     monkeypatch.setattr(coded_choice, "_ROLES", {("fp8 blocks", shapes[3], 512): measured})
     assert chosen(shapes[3], 300, True) == measured != chosen(shapes[3], 600, True)

@@ -318,16 +318,3 @@ def test_measured_choices_come_before_the_table(
     tuned.tuned_choices.cache_clear()  # type: ignore[attr-defined]
     assert choose_packed(weight, "o", 1) != Row(16, 4, 1, 2)
     tuned.tuned_choices.cache_clear()  # type: ignore[attr-defined]
-
-
-def test_blocks_of_rows_are_quantised_in_the_order_of_the_words() -> None:
-    from slipstream.kernels.packed.triton.packed_tokens import quantise_blocks
-
-    x = torch.randn(3, 200).half()
-    codes, scales = quantise_blocks(x, 256)
-    assert scales.shape == (3, 2) and scales.stride() == (1, 3)
-    made = PackedWeight("fp8", torch.zeros(3, 200).to(codes.dtype), torch.ones(3, 2), 200, 128)
-    words = replace(tile(made), words=codes.view(torch.int16), scales=scales.T.contiguous())
-    close(words.dequantise(torch.float32), x.double(), 60_000)  # the interpreter truncates fp8
-    largest = torch.stack([x[:, :128].abs().amax(1), x[:, 128:].abs().amax(1)], 1)
-    assert torch.equal(scales, largest.float() / 448)
