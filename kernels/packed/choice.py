@@ -77,7 +77,7 @@ def choose_packed(weight: Weight, role: str, num_rows: int) -> PackedChoice:
 def can_quantise(weight: TiledWeight) -> bool:
     """Whether torch multiplies codes of this format, and the checkpoint asks for it.
 
-    Blocks need cuBLAS of CUDA 12.9 and a Hopper GPU.
+    Blocks need cuBLAS of CUDA 12.9, a Hopper GPU, and lines of scales that end at 16 bytes.
     """
     asks = {
         "fp8": ("fp8-token", "fp8-static"), "int8": ("int8-token",), "fp8 blocks": ("fp8-block",)
@@ -86,7 +86,7 @@ def can_quantise(weight: TiledWeight) -> bool:
     if weight.activations not in asks.get(name, ()) or weight.order is not None:
         return False
     if name == "fp8 blocks":
-        whole = rows % 128 == 0 and columns % 128 == 0
+        whole = rows % 128 == 0 and columns % 512 == 0
         return whole and is_hopper(weight) and _cuda_version() >= (12, 9)
     return rows % 16 == 0 and columns % 8 == 0
 

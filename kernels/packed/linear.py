@@ -9,7 +9,6 @@ rows (see `coded`) if the choice is `Codes`; then `dtype` is that of the output.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..device import use_triton
@@ -102,7 +101,7 @@ def _quantised_linear(
         x_codes,
         weight.words.view(torch.float8_e4m3fn).T,
         scale_a=x_scales,
-        scale_b=_aligned(weight.scales) if in_blocks else weight.scales.float(),
+        scale_b=_by_columns(weight.scales) if in_blocks else weight.scales.float(),
         out_dtype=torch.bfloat16,  # the only one that it knows with a scale for each row
         use_fast_accum=not in_blocks,
     ).to(out_dtype)
@@ -110,11 +109,9 @@ def _quantised_linear(
     return out if residual is None else out.add_(residual)
 
 
-def _aligned(scales: Tensor) -> Tensor:
-    """Scales of blocks [K / 128, N / 128], where those of a block of rows are 4 i apart, as
-    `torch._scaled_mm` wants them."""
-    columns = scales.shape[0]
-    return F.pad(scales.float().T, (0, -columns % 4))[:, :columns].T
+def _by_columns(scales: Tensor) -> Tensor:
+    """Scales of blocks [K / 128, N / 128] whose columns are contiguous, as torch wants them."""
+    return scales.float().T.contiguous().T
 
 
 def packed_linear_parts(

@@ -149,7 +149,7 @@ def test_products_are_those_of_the_codes(name: str, size: int, rows: int, roles:
 @pytest.mark.parametrize(
     ("name", "rows", "size"),
     [("fp8 rows", 300, 1352), ("fp8 rows", 1000, 1352)]
-    + [("fp8 blocks", rows, 1280) for rows in (300, 1025, 1026, 1027, 1028)],
+    + [("fp8 blocks", rows, 1536) for rows in (300, 1025, 1026, 1027, 1028)],
 )
 def test_torch_multiplies_codes_that_norms_and_gates_have_written(
     name: str, rows: int, size: int

@@ -271,7 +271,8 @@ async def test_divided_and_whole_drafters_draft_alike(
     dtype: str, sampling: str, folder: Path, alone: dict[float, Text]
 ) -> None:
     """In graphs and eagerly. The drafter is a copy of the target, so that greedy drafts are right;
-    in bfloat16, which packets add up, but for rounding."""
+    in bfloat16, which packets add up, but for rounding. There a drafter that is divided as the
+    target is rounds as it does, and may be right more often than a whole one."""
     shares: dict[tuple[int, str, float], float] = {}
     for size, graphs in ((1, "graphs"), (2, "graphs"), (2, "eager")):
         drafter = SpeculativeConfig(
@@ -300,7 +301,8 @@ async def test_divided_and_whole_drafters_draft_alike(
     print(f"{dtype}, {sampling}: accepted shares {shares}")
     for (size, graphs, temperature), share in shares.items():
         assert temperature or share > (0.95 if dtype == "float32" else 0.85), (size, graphs)
-        assert abs(share - shares[1, "graphs", temperature]) < 0.05, (size, graphs, temperature)
+        more = share - shares[1, "graphs", temperature]
+        assert -0.05 < more < (0.05 if dtype == "float32" else 0.15), (size, graphs, temperature)
 
 
 async def test_a_killed_rank_ends_requests_and_the_group_starts_anew(folder: Path) -> None:

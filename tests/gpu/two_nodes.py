@@ -32,7 +32,7 @@ from ..end_to_end.running_server import free_port
 SECRET = "a secret of the nodes"
 
 
-def configured(model: Path, parallel: ParallelConfig, **changes: Any) -> Config:
+def configured(model: Path, parallel: ParallelConfig, /, **changes: Any) -> Config:
     """The configuration of tests on several GPUs for a model folder."""
     config = Config(
         model=ModelConfig(model=str(model), dtype="float32"),

@@ -165,8 +165,8 @@ class PackedLayer(nn.Module):
 
     def _choice_for(self, num_rows: int) -> PackedChoice:
         whole = self.whole
-        if whole is None or self.torch_only:
-            return None
+        if whole is None or self.torch_only or self.dtype == torch.float32:
+            return None  # no kernel takes numbers of 32 bits
         return choose_packed(whole, self.role, num_rows)
 
     def _choice(self, weight: Weight, x: Tensor) -> PackedChoice:

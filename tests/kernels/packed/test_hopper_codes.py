@@ -247,12 +247,13 @@ def test_more_than_256_rows_are_left_to_torch_but_up_to_1024_of_blocks(
             assert choice.split_k == 1 or tiles // 128 * choice.split_k <= 132
         assert chosen(shape, 1025, True) is None
     assert chosen(shapes[-1], 512, True) is None
-    weight, _ = made("fp8 blocks", 256, 256)
+    weight, _ = made("fp8 blocks", 256, 512)
     for version, rows, expected in (("12.9", 1024, 0), ("12.9", 1025, 1), ("12.8", 1025, 0)):
         monkeypatch.setattr(torch.version, "cuda", version)
         choice = packed_choice.choose_packed(weight, "o", rows)
         assert isinstance(choice, Quantised) == bool(expected)
-    assert not packed_choice.can_quantise(made("fp8 blocks", 256, 264)[0])
+    for size in ((256, 640), (320, 512)):
+        assert not packed_choice.can_quantise(made("fp8 blocks", *size)[0])
     monkeypatch.setattr(packed_choice, "is_hopper", lambda weight: False)
     assert not packed_choice.can_quantise(weight)
     measured = replace(TILE, block_m=128)

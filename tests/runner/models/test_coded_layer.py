@@ -35,9 +35,9 @@ class Attends:
         return (query.sum(0) if query.dim() == 4 else query).half().contiguous()
 
 
-def block() -> DecoderLayer:
+def block(dtype: torch.dtype = torch.float16) -> DecoderLayer:
     """A block with random weights, the same in each call."""
-    fmt = WeightFormat(torch.device("cpu"), torch.float16, packed=True)
+    fmt = WeightFormat(torch.device("cpu"), dtype, packed=True)
     layer = DecoderLayer(CONFIG, 0, 0, fmt)
     make = torch.Generator().manual_seed(1)
     for norm in (layer.input_layernorm, layer.post_attention_layernorm):
@@ -118,3 +118,17 @@ def test_in_wide_steps_torch_multiplies_what_norms_and_gates_have_coded(
     error = (got - expected).norm() / expected.norm()
     assert 1e-4 < error < 0.08, error
     assert calls == [512, 256, 512, 256]  # qkv, o, gate and up, down
+
+
+@pytest.mark.usefixtures("triton_interpreter")
+@pytest.mark.parametrize("rows", [3, 40, 260])
+def test_numbers_of_32_bits_are_never_coded(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel of codes writes float32, so that such a model multiplies widened weights."""
+    x = torch.randn(rows, 256)
+    expected = run(block(torch.float32), x, None)
+    monkeypatch.setenv("SLIPSTREAM_TRITON", "1")
+    layer = block(torch.float32)
+    assert all(layer.get_submodule(path).packed.coding(rows) is None for path in PARTS)  # type: ignore[operator,union-attr]
+    if rows == 3:
+        error = (run(layer, x, None) - expected).norm() / expected.norm()
+        assert error < 1e-3  # that of attention, which rounds to float16 here
