@@ -1,11 +1,11 @@
 """Which kernel computes a linear layer with quantised weights, by format, shape and number of rows.
 
-If the checkpoint asks for activations of 8 bits, 2 to 256 rows of fp8, and up to 1,024 of blocks,
-are multiplied as codes with codes where that was measured to be faster (`Codes`), and more than 64
-rows by torch elsewhere (`Quantised`). Other rows and other checkpoints have 16-bit activations, and
-kernels of up to 64 rows multiply the exact numbers. `None` stands for a copy of the weight in 16
-bits, which torch multiplies. A choice depends on shapes and formats, never on data, so a CUDA graph
-may bake it.
+If the checkpoint asks for activations of 8 bits, 2 to 256 rows of fp8 are multiplied as codes with
+codes where that was measured to be faster (`Codes`). Elsewhere torch multiplies more than 64 rows,
+or more than 256 of blocks (`Quantised`). Other rows and other checkpoints have 16-bit activations,
+and kernels of up to 64 rows multiply the exact numbers. `None` stands for a copy of the weight in
+16 bits, which torch multiplies. A choice depends on shapes and formats, never on data, so a CUDA
+graph may bake it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .kinds import (
 from .tuned import tuned_choices
 
 EXACT_ROWS = 64  # up to here, activations have 16 bits
-BLOCK_ROWS = 1024  # up to here, torch multiplies no codes with scales of blocks
+BLOCK_ROWS = 256  # up to here, torch multiplies no codes with scales of blocks
 FEW_ROWS = 1  # up to here, small groups' words go straight to registers; 16, once a GPU reran it
 
 

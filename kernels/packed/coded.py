@@ -41,9 +41,11 @@ def code_rows_reference(x: Tensor, coding: Coding) -> Tensor:
     codes = (spans * (1 / scales)[:, :, None, None]).clamp(-LARGEST, LARGEST).to(E4M3)
     ordered = codes.view(torch.uint8).transpose(2, 3).reshape(rows, coding.num_codes)
     if coding.planar:
-        columns = scales.T.contiguous()
-        flat = torch.cat((ordered.flatten(), columns.view(torch.uint8).flatten()))
-        return flat.view(rows, coding.row_bytes)
+        more = coding.in_planes(rows) - rows
+        columns = functional.pad(scales.T, (0, more)).contiguous().view(torch.uint8)
+        flat = torch.cat((functional.pad(ordered, (0, 0, 0, more)).flatten(), columns.flatten()))
+        size = rows * coding.width(rows)
+        return functional.pad(flat, (0, size - flat.numel())).view(rows, -1)
     tail = torch.zeros(rows, (coding.row_bytes - coding.num_codes) // 4, device=x.device)
     tail[:, : scales.shape[1]] = scales
     return torch.cat((ordered, tail.view(torch.uint8)), 1)
@@ -84,7 +86,7 @@ def decode_rows(coded: Tensor, coding: Coding) -> Tensor:
     """The numbers [M, K] float32 that coded rows [M, row bytes] stand for."""
     rows, count = coded.shape[0], coding.num_codes
     if coding.planar:
-        plain, scales = planes(coded, coding)
+        plain, scales = (plane[:rows] for plane in planes(coded, coding))
     else:
         plain = coded[:, :count].view(E4M3)
         tail = coded[:, count:].contiguous().view(torch.float32)
@@ -95,10 +97,11 @@ def decode_rows(coded: Tensor, coding: Coding) -> Tensor:
 
 
 def planes(coded: Tensor, coding: Coding) -> tuple[Tensor, Tensor]:
-    """The codes [M, bytes of codes] e4m3 of planar coded rows, and their scales float32: [M, 1], or
-    [M, spans] whose columns are contiguous."""
+    """The codes [R, bytes of codes] e4m3 of planar coded rows, and their scales float32: [R, 1], or
+    [R, spans] whose columns are contiguous. R is `coding.in_planes(M)`: more rows may follow."""
     assert coding.planar
-    rows, end = coded.shape[0], coded.shape[0] * coding.num_codes
-    flat = coded.view(-1)
-    codes = flat[:end].view(E4M3).view(rows, coding.num_codes)
-    return codes, flat[end:].view(torch.float32).view(-1, rows).T
+    rows = coding.in_planes(coded.shape[0])
+    codes, scales, _ = coded.view(-1).tensor_split(
+        (rows * coding.num_codes, rows * coding.row_bytes)
+    )
+    return codes.view(E4M3).view(rows, -1), scales.view(torch.float32).view(-1, rows).T

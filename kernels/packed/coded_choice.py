@@ -1,9 +1,9 @@
-"""Which kernel computes a layer of 2 to 1,024 rows with fp8 weights if the checkpoint asks for
+"""Which kernel computes a layer of 2 to 256 rows with fp8 weights if the checkpoint asks for
 8-bit activations: the fastest ones measured, and a rule for other shapes.
 
-On Hopper GPUs the kernel of `hopper_codes` multiplies 33 to 256 rows, and up to 1,024 of blocks.
-Torch multiplies more rows, with kernels of their own that code its input and gate its output; of
-formats that it does not know, as blocks without a Hopper GPU, it multiplies a copy in 16 bits.
+On Hopper GPUs the kernel of `hopper_codes` multiplies 33 to 256 rows. Torch multiplies more rows,
+with kernels of their own that code its input and gate its output; of formats that it does not know,
+as blocks without a Hopper GPU, it multiplies a copy in 16 bits.
 """
 
 from __future__ import annotations
@@ -12,14 +12,11 @@ from collections.abc import Mapping
 from typing import TypeAlias
 
 from ..device import card_of
-from ..linear.linear_choice import BUCKETS, Shape
+from ..linear.linear_choice import Shape, bucket_of
 from ..quant.tiled import TiledWeight
 from .kinds import Codes, fits_codes, fits_roles, format_name, has_groups
 
 USE_ROLES = True  # whether 33 to 256 rows are multiplied by warps with roles
-# Of fp8 blocks, which torch would multiply as a copy in 16 bits, such warps multiply 257 to 1,024
-# rows, too. With scales of rows, torch's product of codes is as fast.
-_WIDE_BUCKETS = (512, 1024)
 
 Key: TypeAlias = tuple[str, Shape, int]  # format, shape, upper bound of rows
 # The layers of Llama 3 8B. `measure_codes.py` measured their fastest kernels on an H200.
@@ -54,19 +51,14 @@ def asks_for_codes(weight: TiledWeight) -> bool:
 
 def choose_coded(weight: TiledWeight, shape: Shape, num_rows: int) -> Codes | None:
     """The kernel for codes of `num_rows` rows; None = another one."""
-    bucket = next((most for most in (*BUCKETS, *_WIDE_BUCKETS) if num_rows <= most), None)
+    bucket = bucket_of(num_rows)
     if num_rows < 2 or bucket is None or not asks_for_codes(weight):
         return None
     key = format_name(weight), shape, bucket
-    wide = bucket in _WIDE_BUCKETS
-    has_roles = USE_ROLES and (not wide or has_groups(weight))
-    if has_roles and is_hopper(weight):
-        rule = _wide(shape, bucket) if wide else _with_roles(shape, bucket, has_groups(weight))
-        choice = _ROLES.get(key, rule)
+    if USE_ROLES and is_hopper(weight):
+        choice = _ROLES.get(key, _with_roles(shape, bucket, has_groups(weight)))
         if choice is not None and fits_roles(weight, shape.role, choice.block_n):
             return choice
-    if wide:
-        return None
     if key in _MEASURED:
         return _MEASURED[key]
     return _rule(shape, bucket, has_groups(weight))
@@ -93,19 +85,6 @@ def _with_roles(shape: Shape, bucket: int, by_group: bool) -> Codes | None:
     while shape.may_split and blocks * split_k * 2 <= 132 and shape.inputs >= 1024 * split_k:
         split_k *= 2
     return Codes(block_n, 128, stages, 4, split_k, height, int(by_group), 0, 0, roles=1)
-
-
-def _wide(shape: Shape, bucket: int) -> Codes | None:
-    """The tile for more than 256 rows of blocks: the fastest measured for 512 rows of Qwen3 8B."""
-    if shape.role == "gate_up":
-        return Codes(128, 128, 4, 4, 1, 128, 1, 0, 0, roles=1, halves=1)
-    if not shape.may_split:
-        return None
-    tiles, split_k = -(-shape.outputs // 128) * (bucket // 128), 1
-    # Nothing but a norm sums parts cheaply.
-    while shape.role != "qkv" and tiles * split_k * 2 <= 132 and shape.inputs >= 2048 * split_k:
-        split_k *= 2
-    return Codes(128, 128, 6, 4, split_k, 128, 1, 0, 0, roles=1, halves=1)
 
 
 def _rule(shape: Shape, bucket: int, by_group: bool) -> Codes | None:

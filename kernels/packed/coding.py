@@ -17,6 +17,11 @@ class Coding:
     # wants them. The rows of the tensor are not those of the input then, only as many.
     planar: bool = False
 
+    def in_planes(self, num_rows: int) -> int:
+        """Rows of planes for `num_rows` rows. With scales of groups, torch wants a multiple of 4;
+        the rows that this adds may hold anything."""
+        return -(-num_rows // 4) * 4 if self.by_group else num_rows
+
     @property
     def spans(self) -> int:
         return -(-self.columns // SPAN)
@@ -32,6 +37,13 @@ class Coding:
         scales = 4 * (self.spans if self.by_group else 1)
         return self.num_codes + (scales if self.planar else -(-scales // 16) * 16)
 
+    def width(self, num_rows: int) -> int:
+        """Bytes of a row of a tensor that holds `num_rows`; a multiple of 4."""
+        if not self.planar:
+            return self.row_bytes
+        words = self.in_planes(num_rows) * self.row_bytes // 4
+        return 4 * -(-words // max(num_rows, 1))
+
     @property
     def code_stride(self) -> int:
         """Bytes from the codes of a row to those of the next."""
@@ -40,5 +52,5 @@ class Coding:
     def scales_at(self, num_rows: int) -> tuple[int, int]:
         """Where the first row's scales are, and the next row's after them, in float32."""
         if self.planar:
-            return num_rows * self.num_codes // 4, 1
+            return self.in_planes(num_rows) * self.num_codes // 4, 1
         return self.num_codes // 4, self.row_bytes // 4

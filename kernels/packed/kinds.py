@@ -57,7 +57,7 @@ class Direct:
 
 @dataclass(frozen=True)
 class Codes:
-    """A kernel for 2 to 1,024 rows that multiplies codes of activations by codes of weights.
+    """A kernel for 2 to 256 rows that multiplies codes of activations by codes of weights.
 
     Activations have 8 bits, as the checkpoint asks. The next kernel sums the parts of a split.
     """
@@ -79,7 +79,6 @@ class Codes:
     # With roles and 128 rows: 1 = gate and up are one product of the tensor cores, if whole rows
     # have scales
     joined: int = 0
-    halves: int = 0  # with roles and 128 rows: 1 = tiles of the last round may have 64
 
 
 PackedChoice: TypeAlias = Gemv | Skinny | None | Quantised | Row | Direct | Codes

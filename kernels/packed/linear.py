@@ -104,7 +104,8 @@ def _quantised_linear(
         scale_b=_by_columns(weight.scales) if in_blocks else weight.scales.float(),
         out_dtype=torch.bfloat16,  # the only one that it knows with a scale for each row
         use_fast_accum=not in_blocks,
-    ).to(out_dtype)
+    )
+    out = out[: x.shape[0]].to(out_dtype)
     out = out if bias is None else out.add_(bias)
     return out if residual is None else out.add_(residual)
 

@@ -17,6 +17,7 @@ from slipstream.kernels.packed.coded import (
     code_rows_reference,
     decode_rows,
     norm_and_code,
+    planes,
 )
 from slipstream.kernels.packed.coded_linear import coding_of
 from slipstream.kernels.packed.kinds import Codes, Quantised, fits_roles
@@ -124,11 +125,6 @@ def test_products_are_those_of_the_codes(name: str, size: int, rows: int, roles:
                 parts = packed_linear_parts(coded, weight, None, narrow, dtype=BF16)
                 assert parts.dtype == BF16
                 close(parts.double().sum(0), product, 8e-3)
-            if roles and tile.block_m == 128:
-                halves = replace(choice, halves=1)  # of all tiles, which are few
-                assert torch.equal(
-                    packed_linear(coded, weight, bias, halves, None, residual, BF16), got
-                )
             if roles and not fits_roles(weight, "gate_up", choice.block_n):
                 continue
             gate, up = product.chunk(2, -1)
@@ -149,7 +145,7 @@ def test_products_are_those_of_the_codes(name: str, size: int, rows: int, roles:
 @pytest.mark.parametrize(
     ("name", "rows", "size"),
     [("fp8 rows", 300, 1352), ("fp8 rows", 1000, 1352)]
-    + [("fp8 blocks", rows, 1536) for rows in (300, 1025, 1026, 1027, 1028)],
+    + [("fp8 blocks", rows, 1536) for rows in (257, 258, 300, 1027)],
 )
 def test_torch_multiplies_codes_that_norms_and_gates_have_written(
     name: str, rows: int, size: int
@@ -157,14 +153,16 @@ def test_torch_multiplies_codes_that_norms_and_gates_have_written(
     first, wide = made(name, 2048, size)
     second, exact = made(name, 640, 1024)
     up, down = (choose_packed(w, role, rows) for w, role in ((first, "gate_up"), (second, "down")))
-    if rows == 300 and name == "fp8 blocks":  # which warps with roles multiply
-        up = down = Quantised()
     assert isinstance(up, Quantised) and isinstance(down, Quantised)
     x, gain = torch.randn(rows, size, device="cuda").bfloat16(), torch.ones(size, device="cuda")
     by_group = name == "fp8 blocks"
     coding, after = Coding(size, by_group, planar=True), Coding(1024, by_group, planar=True)
     coded, _ = norm_and_code(torch.zeros_like(x), x, gain.bfloat16(), 1e-5, coding)
-    assert torch.equal(code_rows(x, coding), code_rows_reference(x, coding))
+    for got, expected in zip(
+        planes(code_rows(x, coding), coding), planes(code_rows_reference(x, coding), coding),
+        strict=True,
+    ):  # fmt: skip
+        assert torch.equal(got[:rows].view(torch.uint8), expected[:rows].view(torch.uint8))
     gate, other = (decode_rows(coded, coding).double() @ wide.T).chunk(2, -1)
     for wants in (Coding(1024, True), after):
         act = packed_gated_linear(coded, first, None, "silu", up, None, BF16, wants)

@@ -50,8 +50,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @asynccontextmanager
 async def served(folder: Path, engines: int, ranks: int = 1, **changes: Any) -> AsyncIterator[Any]:
     parallel = ParallelConfig(ranks, engines, enable_expert_parallel=engines > 1)
-    changes = {"parallel": parallel} | changes
-    client = create_engine(configured(folder / "experts", **changes))
+    parallel = changes.pop("parallel", parallel)
+    client = create_engine(configured(folder / "experts", parallel, **changes))
     await client.start()
     try:
         yield client

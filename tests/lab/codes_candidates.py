@@ -28,12 +28,12 @@ SINGLE = {
 
 
 def candidates(name: str, shape: Shape, rows: int, forms: Sequence[str] = FORMS) -> Iterator[Codes]:
-    """The kernels worth measuring, of these forms."""
-    if "codes" in forms and rows <= 256:
+    """The kernels worth measuring, of these forms; more than 256 rows have none."""
+    if rows > 256:
+        return
+    if "codes" in forms:
         yield from _without_roles(name, shape, rows)
-    if "roles" in forms and rows > 256:
-        yield from _wide(name, shape, rows)
-    elif "roles" in forms and (rows > 16 or "codes" not in forms):
+    if "roles" in forms and (rows > 16 or "codes" not in forms):
         yield from _with_roles(name, shape, rows)
 
 
@@ -81,27 +81,5 @@ def _with_roles(name: str, shape: Shape, rows: int) -> Iterator[Codes]:
                 yield choice
                 if gates == 2 and not by_group:
                     yield replace(choice, joined=1)
-                if height == 128 and 0 < 2 * (programs * split_k % 132) <= 132:
-                    yield replace(choice, halves=1, stages=min(stages, 6))  # stores need some, too
                 if split_k > 1 and block_n == 128 and shape.role in ("o", "down"):
                     yield replace(choice, narrow=1)
-
-
-def _wide(name: str, shape: Shape, rows: int) -> Iterator[Codes]:
-    """Tiles of 128 rows for more than 256 of them, few enough for 25 seconds."""
-    if shape.role == "gate_up":
-        tile = Codes(128, 128, 4, 4, 1, 128, int(name == "blocks"), 0, 0, roles=1)
-        for joined in (0,) if name == "blocks" else (1, 0):
-            for halves in (1, 0):
-                yield replace(tile, joined=joined, halves=halves)
-        return
-    codings = (1,) if name == "blocks" else (0, 1) if shape.role in ("o", "down") else (0,)
-    for by_group in codings:
-        for block_n, stages in ((128, 6),) if by_group else ((256, 4), (128, 6)):
-            tile = Codes(block_n, 128, stages, 4, 1, 128, by_group, 0, 0, roles=1, halves=1)
-            yield tile
-            tiles = -(-shape.outputs // block_n) * -(-rows // 128)
-            if shape.role in ("o", "down") and tiles <= 66:  # two parts fill the GPU
-                yield from (replace(tile, split_k=2, narrow=narrow) for narrow in (0, 1))
-            elif tiles > 132:
-                yield replace(tile, halves=0)

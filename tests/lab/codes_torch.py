@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import linear_tune
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from slipstream.kernels.linear.linear_choice import Shape
 from slipstream.kernels.packed.coded import Coding, code_rows
-from slipstream.kernels.packed.kinds import Codes, Quantised, has_groups
+from slipstream.kernels.packed.kinds import Quantised, has_groups
 from slipstream.kernels.packed.linear import packed_gated_linear, packed_linear
 from slipstream.kernels.quant.tiled import TiledWeight
 
@@ -53,40 +52,12 @@ def layer_by_torch(shape: Shape, x: Tensor, weight: TiledWeight) -> Tensor:
     return packed_linear(x, weight, None, Quantised(), None, None, BF16)
 
 
-def around_us(shape: Shape, x: Tensor, copies: Sequence[TiledWeight]) -> dict[str, float]:
-    """Microseconds of `layer_by_torch` for x [M, K] in 16 bits, of which o codes its input."""
+def wide_us(shape: Shape, x: Tensor, copies: Sequence[TiledWeight]) -> dict[str, float]:
+    """Microseconds of `layer_by_torch` for x [M, K] in 16 bits, of which o codes its input
+    ("around"), and of torch's product with a copy of the weight in 16 bits ("copy")."""
+    calls: list[Callable[[], object]] = [partial(packed_linear, x, w) for w in copies]
+    copied = time_calls(calls)
     if shape.role != "o":
         x = code_rows(x, Coding(shape.inputs, has_groups(copies[0]), planar=True))
-    calls: list[Callable[[], object]] = [partial(layer_by_torch, shape, x, w) for w in copies]
-    return {"around": time_calls(calls)}
-
-
-def gate_then_code(choice: Codes, coded: Tensor, weight: TiledWeight) -> Tensor:
-    """A gated layer of coded rows whose kernel writes numbers, and the kernel that codes them row
-    by row, which torch's product and tiles of 256 weight rows want."""
-    act = packed_gated_linear(coded, weight, None, "silu", choice, None, BF16)
-    return code_rows(act, Coding(act.shape[1], False))
-
-
-def print_pairs(rows: int, lines: Sequence[Mapping[str, Any]]) -> None:
-    """Print what both layers of a feed-forward part take in each way of computing them."""
-    of_role = {line["layer"].split()[0]: line for line in lines if line["rows"] == rows}
-    if not {"gate_up", "down"} <= of_role.keys():
-        return
-    up, down = of_role["gate_up"], of_role["down"]
-    by_group = Codes.__match_args__.index("by_group")
-    coded = [us for us, _, *fields in up["found"] if Codes(*fields).block_n == 128]
-    downs = [[us for us, _, *at in down["found"] if at[by_group] == way] for way in (1, 0)]
-    ways = {
-        "torch's": (up.get("around"), down.get("around")),
-        "gates by roles, then codes, down by torch": (up.get("plain"), down.get("around")),
-        "gates and codes by roles, down by groups": (min(coded, default=None), _least(downs[0])),
-        "gates by roles, then codes, down by rows": (up.get("plain"), _least(downs[1])),
-    }
-    for way, parts in ways.items():
-        if None not in parts:
-            print(f"  {rows} rows, {way}: {parts[0]:.1f} + {parts[1]:.1f} us", flush=True)
-
-
-def _least(times: Sequence[float]) -> float | None:
-    return min(times, default=None)
+    calls = [partial(layer_by_torch, shape, x, w) for w in copies]
+    return {"around": time_calls(calls), "copy": copied}

@@ -219,7 +219,7 @@ def coded(outputs: int, inputs: int) -> None:
         wide = Codes(width, 128, 4, 4, 1, height, by_group, 0, roles=1)
         packed_gated_linear(x, weight, None, "silu", wide, None, base.BF16, Coding(half, True))
         if name == "fp8":
-            wide = replace(wide, joined=1, halves=1)
+            wide = replace(wide, joined=1)
             packed_gated_linear(x, weight, None, "silu", wide, None, base.BF16)
             parts = Codes(128, 128, 6, 4, 2, 128, 1, 0, roles=1)
             packed_linear_parts(act, tile_on_meta(name, down), None, parts, None, base.BF16)

@@ -13,16 +13,14 @@ kernels in CUDA graphs over copies of the weights that do not fit the cache:
 - `torch._scaled_mm` alone, of rows that are quantised already, with its plain output (`torch`);
 - torch's product with weights in bf16, alone (`bf16`);
 - with more than 256 rows, torch's product in a step (`around`): a gated layer then has a second
-  kernel that gates and codes, and o a first one that codes. For
-  gates by roles, `plain` is a kernel that writes numbers, and another that codes them. At the end
-  of these rows both layers of the feed-forward part are added, in each way of computing them;
+  kernel that gates and codes, and o a first one that codes; and its product with a copy of the
+  weight in 16 bits, which it takes where it knows no product of codes (`copy`);
 - each candidate of `Codes`, of the kernel without roles (`codes`) and with them (`roles`), as
   `codes_candidates` lists them; the fastest of each is printed, and after it the share that the
   weight's bytes at 4.2 TB/s have of its time. Inputs are coded already, except those of o, and of
-  down with a scale for each row, which have no kernel before them that can code them so; with more
-  than 256 rows `plain` includes that of down. A gated layer with tiles of 128 weight rows codes its
-  output, and the time of a kernel that codes counts for others. The next kernel's time to read
-  parts counts as well.
+  down with a scale for each row, which have no kernel before them that can code them so. A gated
+  layer with tiles of 128 weight rows codes its output, and the time of a kernel that codes counts
+  for others. The next kernel's time to read parts counts as well.
 
 Each result is compared with the product of the same codes in float32, and with that of numbers that
 are not rounded; a candidate that is wrong is named and left out. A second table has the norm with
@@ -48,12 +46,9 @@ import linear_tune
 import torch
 from codes_candidates import FORMS, candidates
 from codes_torch import (
-    around_us,
-    gate_then_code,
     layer_by_torch,
-    print_pairs,
-    time_calls,
     torch_us,
+    wide_us,
 )
 from measure_packed import copy_of, exact_result, layer_call, random_packed, tile_on_meta
 from torch import Tensor
@@ -65,7 +60,7 @@ from slipstream.kernels.linear.norm_rope import fused_add_rms_norm
 from slipstream.kernels.packed import choice as packed_choice
 from slipstream.kernels.packed.coded import Coding, code_rows, decode_rows, norm_and_code
 from slipstream.kernels.packed.coded_linear import coding_of
-from slipstream.kernels.packed.kinds import Codes, PackedChoice
+from slipstream.kernels.packed.kinds import Codes, PackedChoice, has_groups
 from slipstream.kernels.packed.linear import (
     choose_packed,
     packed_gated_linear,
@@ -157,10 +152,9 @@ def compile_all(args: argparse.Namespace) -> None:
                         rows, coding_of(weight, choice).row_bytes, dtype=torch.uint8, device=meta
                     )
                     run(shape, choice, coded, weight)
-                    if shape.role == "gate_up" and rows > 256 and not choice.by_group:
-                        gate_then_code(choice, coded, weight)
-            if rows > 256 and name == "fp8":
-                layer_by_torch(shape, code_rows(x, Coding(shape.inputs, False, True)), weight)
+            if rows > 256:
+                by_group = has_groups(weight)
+                layer_by_torch(shape, code_rows(x, Coding(shape.inputs, by_group, True)), weight)
             for by_group in (False, True):
                 coding = Coding(shape.inputs, by_group)
                 code_rows(x, coding)
@@ -215,9 +209,9 @@ class Measurement:
         line["before us"], line["before error"] = before_us, error
         line["torch us"] = torch_us(name, shape, x, copies)
         if rows > 256:
-            line |= around_us(shape, x, copies)
+            line |= wide_us(shape, x, copies)
         line["bf16 us"] = self.bf16_us(shape, x)
-        key = name, shape, bucket_of(rows) or (512 if rows <= 512 else 1024)
+        key = name, shape, bucket_of(rows) or rows
         found = self.found.setdefault(key, {}).setdefault(rows, {})
         if before_us is not None:
             before_us = line.get("around", before_us)
@@ -239,13 +233,7 @@ class Measurement:
                 continue
             if shape.role == "gate_up" and choice.block_n != 128:
                 us += self.coding_us(rows, shape.outputs // 2)
-            elif shape.role == "gate_up" and rows > 256 and not choice.by_group:
-                plain = partial(gate_then_code, choice, coded)
-                calls = [partial(plain, copy) for copy in copies]
-                line["plain"] = min(line.get("plain", 1e9), time_calls(calls))
-            if (
-                shape.role == "down" and not choice.by_group and rows <= 256
-            ):  # no kernel before it codes so
+            if shape.role == "down" and not choice.by_group:  # no kernel before it codes so
                 us += self.coding_us(rows, shape.inputs)
             us += after + parts_us(choice, shape, rows)
             found[choice] = us
@@ -256,7 +244,7 @@ class Measurement:
         print(
             f"{name:6} {line['layer']:18} {rows:3}  bytes {least:5.1f}  bf16 {line['bf16 us']:5.1f}"
             f"  before {before_us or 0:5.1f}  torch {line['torch us'] or 0:5.1f}",
-            *(f" {key} {line[key]:.1f}" for key in ("around", "plain") if key in line),
+            *(f" {key} {line[key]:.1f}" for key in ("around", "copy") if key in line),
             *(summary(form, line["found"], least) for form in self.forms),
             flush=True,
         )
@@ -323,7 +311,7 @@ class Measurement:
         for key, by_rows in self.found.items():
             (name, shape, bucket), others = key, self.others.get(key, {})
             shared = set.intersection(*(set(found) for found in by_rows.values()))
-            if not shared:
+            if not shared:  # more than 256 rows
                 continue
             total = {c: sum(found[c] for found in by_rows.values()) for c in shared}
             best = min(total, key=lambda choice: total[choice])
@@ -384,11 +372,6 @@ def main() -> None:
                 os.waitpid(process, 0)
             measurement.layer(*case)
     measurement.save()
-    for rows in args.rows:
-        if rows > 256 and "fp8" in args.formats:
-            print_pairs(
-                rows, [each for each in measurement.figures["layers"] if each["format"] == "fp8"]
-            )
     measurement.entries()
     for process in compilers.values():  # of a format that was not reached
         os.kill(process, signal.SIGTERM)

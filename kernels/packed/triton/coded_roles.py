@@ -40,33 +40,14 @@ def _fetch(scales, start, end, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def divided_tiles(tiles, HALVES: gl.constexpr):
-    """How many tiles are divided into halves of 64 rows: those of the last round, if each program
-    then takes at most one half, so that the round takes little more than half the time."""
-    last = 0
-    if HALVES:
-        last = tiles % gl.num_programs(0)
-        if 2 * last > gl.num_programs(0):
-            last = 0
-    return last
-
-
-@gluon.jit
 def _find_tile(
-    turn, num_rows, steps, part_steps, split_k, whole,
-    CONSUMERS: gl.constexpr, HALVES: gl.constexpr,
+    turn, num_rows, steps, part_steps, split_k, CONSUMERS: gl.constexpr
 ):  # fmt: skip
     """The tile that a program takes in a turn: (block of weight rows, part, first row, first step,
-    number of steps). Consecutive programs read the same weights. `whole` tiles come before halves
-    of others."""
+    number of steps). Consecutive programs read the same weights."""
     m_blocks = gl.maximum((num_rows + ROWS * CONSUMERS - 1) // (ROWS * CONSUMERS), 1)
     index = turn * gl.num_programs(0) + gl.program_id(0)
-    below = 0  # rows of the tile before its half
-    if HALVES:
-        half = gl.maximum(index - whole, 0)
-        below = half % 2 * ROWS
-        index = gl.minimum(index, whole) + half // 2
-    m_start = index % m_blocks * (ROWS * CONSUMERS) + below
+    m_start = index % m_blocks * (ROWS * CONSUMERS)
     part = index // m_blocks % split_k
     begin = part * part_steps
     count = gl.maximum(gl.minimum(steps - begin, part_steps), 0)
@@ -84,15 +65,14 @@ def _copy_weights(source, boxes, full, slot, row, up_row, column, GATES: gl.cons
 @gluon.jit
 def produce(
     w_source, x_source, w_boxes, x_boxes, full, empty, num_rows, num_outputs, steps, part_steps,
-    split_k, mine, whole,
-    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, GATES: gl.constexpr,
-    HALVES: gl.constexpr, PDL: gl.constexpr,
+    split_k, mine, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+    GATES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The producer: copies the codes of each step. Those of weights that fit into shared memory are
     on their way before the input is ready."""
     BYTES: gl.constexpr = (GATES * BLOCK_N + ROWS * CONSUMERS) * STEP
     block, _, m_start, begin, count = _find_tile(
-        0, num_rows, steps, part_steps, split_k, whole, CONSUMERS, HALVES
+        0, num_rows, steps, part_steps, split_k, CONSUMERS
     )  # fmt: skip
     early = gl.minimum(count, STAGES)
     row = block * BLOCK_N
@@ -111,7 +91,7 @@ def produce(
     fill = early  # steps copied
     for turn in range(mine):
         block, _, m_start, begin, count = _find_tile(
-            turn, num_rows, steps, part_steps, split_k, whole, CONSUMERS, HALVES
+            turn, num_rows, steps, part_steps, split_k, CONSUMERS
         )  # fmt: skip
         row = block * BLOCK_N
         # If the outer loop set `early` to zero, Triton 3.6 would still begin each tile at its first
@@ -205,13 +185,13 @@ def _store_coded(y, out, out_scales, block, m, is_m, out_bytes):
 def consume(
     PART: gl.constexpr, x_scales, scales, bias, residual, out, out_scales, w_tiles, x_tiles, full,
     empty, num_rows, num_outputs, steps, stride, part_steps, split_k, out_bytes, mine,
-    whole, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
     ROW_FLOATS: gl.constexpr, BY_GROUP: gl.constexpr, ROW_GROUP: gl.constexpr,
     PROMOTE: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr, MODE: gl.constexpr,
     ACTIVATION: gl.constexpr, CODED: gl.constexpr, WIDE_STORES: gl.constexpr,
-    JOINED: gl.constexpr, HALVES: gl.constexpr, DTYPE: gl.constexpr, PDL: gl.constexpr,
+    JOINED: gl.constexpr, DTYPE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """A consumer: multiplies 64 rows of each tile. Halves of tiles are the first consumer's."""
+    """A consumer: multiplies 64 rows of each tile."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
     PAIR: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * BLOCK_N, 32])
     GATES: gl.constexpr = 2 if MODE == 2 else 1
@@ -219,7 +199,7 @@ def consume(
     column = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
     if ROW_GROUP == 0:
         block, _, _, _, _ = _find_tile(
-            0, num_rows, steps, part_steps, split_k, whole, CONSUMERS, HALVES
+            0, num_rows, steps, part_steps, split_k, CONSUMERS
         )  # fmt: skip
         _fetch(scales, block * BLOCK_N, num_outputs, BLOCK_N)
         if MODE == 2:
@@ -227,13 +207,9 @@ def consume(
     if PDL:
         gdc_wait()
     fill = 0  # steps multiplied
-    turns = mine
-    if HALVES and PART == 1:
-        if (mine - 1) * gl.num_programs(0) + gl.program_id(0) >= whole:
-            turns = mine - 1
-    for turn in range(turns):
+    for turn in range(mine):
         block, part, m_start, begin, count = _find_tile(
-            turn, num_rows, steps, part_steps, split_k, whole, CONSUMERS, HALVES
+            turn, num_rows, steps, part_steps, split_k, CONSUMERS
         )  # fmt: skip
         n_start = block * BLOCK_N
         m, n = m_start + row, n_start + column
@@ -345,16 +321,6 @@ def consume(
                 at = gl.cast(first + m, gl.int64)[:, None] * num_outputs + n[None, :]
                 y = gl.convert_layout(y.to(out.dtype.element_ty), STORED)
             gl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
-    if HALVES and PART == 1:  # the steps of a half need no product of this consumer
-        _, _, _, _, count = _find_tile(
-            turns, num_rows, steps, part_steps, split_k, whole, CONSUMERS, HALVES
-        )  # fmt: skip
-        if turns == mine:
-            count = 0
-        for step in range(count):
-            slot, phase = (fill + step) % STAGES, ((fill + step) // STAGES) & 1
-            mbarrier.wait(full.index(slot), phase)
-            mbarrier.arrive(empty.index(slot), count=1)
 
 
 hash_functions(globals())

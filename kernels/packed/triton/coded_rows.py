@@ -34,7 +34,7 @@ def codes_of(value, inverse, HARDWARE: tl.constexpr):
 @triton.jit
 def _store_codes(
     out,  # [M, code_stride] e4m3
-    scales,  # [M, scale_stride] float32; PLANAR: [spans, M]
+    scales,  # [M, scale_stride] float32; PLANAR: [spans, group_stride]
     a,  # [SPANS, 64], the first halves of spans, in float32
     b,
     row,
@@ -42,7 +42,7 @@ def _store_codes(
     num_spans,
     code_stride,
     scale_stride,
-    num_rows,
+    group_stride,
     BY_GROUP: tl.constexpr,
     PLANAR: tl.constexpr,
     HARDWARE: tl.constexpr,
@@ -53,7 +53,7 @@ def _store_codes(
     if BY_GROUP:
         scale = tl.div_rn(tl.maximum(largest, 1e-12), 448.0)
         inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)[:, None]
-        tl.store(tail + (span * num_rows if PLANAR else span), scale, mask=inside)
+        tl.store(tail + (span * group_stride if PLANAR else span), scale, mask=inside)
     else:
         scale = tl.div_rn(tl.maximum(tl.max(largest, 0), 1e-12), 448.0)
         inverse = tl.div_rn(1.0, scale)
@@ -64,15 +64,15 @@ def _store_codes(
     tl.store(out + at, codes, mask=inside[:, None])
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["group_stride"])
 def _code_rows_kernel(
     x,  # [M, K]; GATED: [M, 2 K]
     out,  # [M, code_stride] e4m3
-    scales,  # [M, scale_stride] float32; PLANAR and BY_GROUP: [spans, M]
+    scales,  # [M, scale_stride] float32; PLANAR and BY_GROUP: [spans, group_stride]
     num_inputs,  # K
-    num_rows,  # M
     code_stride,
     scale_stride,
+    group_stride,
     SPANS: tl.constexpr,  # of a program; without BY_GROUP all of a row
     BY_GROUP: tl.constexpr,
     PLANAR: tl.constexpr,
@@ -97,7 +97,7 @@ def _code_rows_kernel(
         b = gated(b, up, ACTIVATION).to(dtype).to(tl.float32)
     spans = tl.cdiv(num_inputs, 128)
     _store_codes(
-        *(out, scales, a, b, row, span, spans, code_stride, scale_stride, num_rows),
+        *(out, scales, a, b, row, span, spans, code_stride, scale_stride, group_stride),
         *(BY_GROUP, PLANAR, HARDWARE),
     )
 
@@ -124,18 +124,19 @@ def _normed(value, scale, gain, dtype: tl.constexpr):
     return (normed * gain.to(tl.float32)).to(dtype).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "group_stride"])
 def _norm_and_code_kernel(
     x,  # [M, H]; PARTS: [PARTS, M, H] float32
     residual,  # [M, H]
     weight,  # [H]
     out,  # [M, code_stride] e4m3
-    scales,  # [M, scale_stride] float32; PLANAR and BY_GROUP: [spans, M]
+    scales,  # [M, scale_stride] float32; PLANAR and BY_GROUP: [spans, group_stride]
     stream,  # [M, H]
     residual_stride,
     num_rows,  # M
     code_stride,
     scale_stride,
+    group_stride,
     eps,
     SIZE: tl.constexpr,  # H
     SPANS: tl.constexpr,
@@ -159,8 +160,9 @@ def _norm_and_code_kernel(
     b = _stream(x, residual, stream, at + 64, of + 64, second, size, ADD, PARTS)
     scale = tl.rsqrt(tl.sum(tl.sum(a * a + b * b, 1), 0) / SIZE + eps)
     a, b = _normed(a, scale, gain_a, dtype), _normed(b, scale, gain_b, dtype)
+    spans = tl.cdiv(SIZE, 128)
     _store_codes(
-        *(out, scales, a, b, row, span, tl.cdiv(SIZE, 128), code_stride, scale_stride, num_rows),
+        *(out, scales, a, b, row, span, spans, code_stride, scale_stride, group_stride),
         *(BY_GROUP, PLANAR, HARDWARE),
     )
 
@@ -168,7 +170,7 @@ def _norm_and_code_kernel(
 def empty_rows(x: Tensor, rows: int, coding: Coding) -> tuple[Tensor, Tensor, Tensor]:
     """Memory for coded rows on the device of x: as bytes, as codes, as scales, the last two flat
     from the first row's on."""
-    coded = torch.empty(rows, coding.row_bytes, dtype=torch.uint8, device=x.device)
+    coded = torch.empty(rows, coding.width(rows), dtype=torch.uint8, device=x.device)
     flat, (first, _) = coded.view(-1), coding.scales_at(rows)
     return coded, flat.view(torch.float8_e4m3fn), flat.view(torch.float32)[first:]
 
@@ -183,9 +185,9 @@ def code_rows(x: Tensor, coding: Coding, activation: str | None = None) -> Tenso
         codes,
         scales,
         coding.columns,
-        x.shape[0],
         coding.code_stride,
         coding.scales_at(x.shape[0])[1],
+        coding.in_planes(x.shape[0]),
         SPANS=spans,
         BY_GROUP=coding.by_group,
         PLANAR=coding.planar,
@@ -228,6 +230,7 @@ def norm_and_code(
         rows,
         coding.code_stride,
         coding.scales_at(rows)[1],
+        coding.in_planes(rows),
         eps,
         SIZE=size,
         SPANS=spans,

@@ -30,7 +30,7 @@ from ...quant.tiled import TiledWeight
 from ..coding import SPAN, Coding
 from ..kinds import GATE_UP, PLAIN, Codes
 from .arguments import coded_arguments
-from .coded_roles import ROWS, STEP, consume, divided_tiles, produce
+from .coded_roles import ROWS, STEP, consume, produce
 
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
 # Registers of a thread: of a consumer, of the producer, and by the number of consumers the average
@@ -71,7 +71,6 @@ def _hopper_codes_kernel(
     CODED: gl.constexpr,  # the output is coded rows with scales of groups; BLOCK_N is 128
     WIDE_STORES: gl.constexpr,  # numbers of 16 bits are stored by eight
     JOINED: gl.constexpr,  # gate and up are one product
-    HALVES: gl.constexpr,  # tiles of the last round may be divided
     DTYPE: gl.constexpr,
     CONSUMER: gl.constexpr,  # registers of a thread
     PRODUCER: gl.constexpr,
@@ -92,20 +91,17 @@ def _hopper_codes_kernel(
         mbarrier.init(empty.index(i), count=CONSUMERS)
     fence_async_shared()
     programs = gl.num_programs(0)
-    last = divided_tiles(tiles, HALVES)
-    whole = tiles - last
-    # tiles of this program, and halves
-    mine = (tiles + last - gl.program_id(0) + programs - 1) // programs
+    mine = (tiles - gl.program_id(0) + programs - 1) // programs  # tiles of this program
     gl.warp_specialize(
         [
             (consume, (
                 role, x_scales, scales, bias, residual, out, out_scales, w_tiles, x_tiles, full,
                 empty, num_rows, num_outputs, steps, stride, part_steps, split_k, out_bytes, mine,
-                whole, BLOCK_N, CONSUMERS, STAGES, ROW_FLOATS, BY_GROUP, ROW_GROUP, PROMOTE, BIAS,
-                RESIDUAL, MODE, ACTIVATION, CODED, WIDE_STORES, JOINED, HALVES, DTYPE, PDL,
+                BLOCK_N, CONSUMERS, STAGES, ROW_FLOATS, BY_GROUP, ROW_GROUP, PROMOTE, BIAS,
+                RESIDUAL, MODE, ACTIVATION, CODED, WIDE_STORES, JOINED, DTYPE, PDL,
             )) if role < CONSUMERS else (produce, (
                 w_source, x_source, w_boxes, x_boxes, full, empty, num_rows, num_outputs, steps,
-                part_steps, split_k, mine, whole, BLOCK_N, CONSUMERS, STAGES, GATES, HALVES, PDL,
+                part_steps, split_k, mine, BLOCK_N, CONSUMERS, STAGES, GATES, PDL,
             ))
             for role in ((0, 1, 2) if CONSUMERS == 2 else (0, 1))
         ],
@@ -139,13 +135,10 @@ def multiply(
     consumers = block_m // int(ROWS.value)
     blocks = triton.cdiv(arguments["num_outputs"], choice.block_n)
     tiles = triton.cdiv(x.shape[0], block_m) * blocks * split_k
-    programs = programs or num_processors(x.device)
-    halves = choice.halves > 0 and consumers == 2
+    programs = min(programs or num_processors(x.device), tiles)
     # One consumer of both would need more registers than its average.
     joined = choice.joined > 0 and consumers == 2 and mode == GATE_UP
     joined = joined and not (choice.by_group or choice.promote)
-    if tiles < programs:
-        programs = 2 * tiles if halves and 2 * tiles <= programs else tiles
     step = int(STEP.value)
     _hopper_codes_kernel[(programs,)](
         TensorDescriptor.from_tensor(codes, [choice.block_n, step], SWIZZLED.value),
@@ -156,10 +149,9 @@ def multiply(
         tiles=tiles,
         CONSUMERS=consumers,
         STAGES=choice.stages,
-        # forms that are neither were measured without
-        WIDE_STORES=(joined or halves) and result.element_size() == 2 and choice.block_n >= 32,
+        # other forms were measured without
+        WIDE_STORES=joined and result.element_size() == 2 and choice.block_n >= 32,
         JOINED=joined,
-        HALVES=halves,
         CONSUMER=_CONSUMER,
         PRODUCER=_PRODUCER,
         num_warps=4,

@@ -65,15 +65,8 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
         ("fp8 rows", "gated", 3, 1032, 1, {"stages": 2, "block_n": 16}),
         ("fp8 rows", "parts", 5, 520, 2, {"split_k": 2, "by_group": 1, "narrow": 1}),
         ("fp8 rows", "parts", 9, 328, 1, {"split_k": 4, "stages": 2}),  # one part has no step
-        # Programs begin with whole tiles (six, four, none, three, four); of the others each takes
-        # at most a half.
-        ("fp8 rows", "plain", 257, 264, 3, {"block_m": 128, "halves": 1}),
-        ("fp8 rows", "plain", 333, 392, 4, {"block_m": 128, "halves": 1, "stages": 2}),
-        ("fp8 rows", "parts", 130, 520, 16, {"split_k": 2, "block_m": 128, "halves": 1}),
         ("fp8 rows", "gated", 200, 328, 3,
-         {"block_m": 128, "block_n": 16, "halves": 1, "joined": 1, "stages": 2}),
-        ("fp8 rows", "gated", 300, 264, 4,
-         {"block_m": 128, "block_n": 16, "halves": 1, "by_group": 1}),
+         {"block_m": 128, "block_n": 16, "joined": 1, "stages": 2}),
         ("fp8 rows", "gated", 9, 520, 1, {"joined": 1, "stages": 2}),
         ("fp8 blocks", "gated", 66, 264, 2, {"by_group": 1, "block_n": 64}),
         ("fp8 blocks", "parts", 17, 520, 2, {"by_group": 1, "split_k": 2}),
@@ -117,7 +110,7 @@ def test_products_are_those_of_the_codes(
 
 @pytest.mark.parametrize(
     ("outputs", "changes"),
-    [(256, {}), (168, {}), (168, {"joined": 1, "halves": 1, "block_m": 128})],
+    [(256, {}), (168, {}), (168, {"joined": 1, "block_m": 128})],
 )
 def test_a_gated_layer_writes_codes_for_the_next(
     kernel: Any, outputs: int, changes: dict[str, int]
@@ -214,51 +207,21 @@ def test_it_is_chosen_on_hopper_for_scales_of_rows(monkeypatch: pytest.MonkeyPat
         assert choice.by_group == (role in ("o", "down"))
 
 
-def test_more_than_256_rows_are_left_to_torch_but_up_to_1024_of_blocks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_torch_multiplies_more_than_256_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of blocks where its library can, of which each condition counts."""
     card = SimpleNamespace(capability=(9, 0))
     monkeypatch.setattr(coded_choice, "card_of", lambda device: card)
-    made_of: dict[str, Any] = {"kind": "fp8", "order": None, "zeros": None, "device": "card"}
-    shapes = [
-        Shape("qkv", 6144, 4096), Shape("o", 4096, 4096), Shape("gate_up", 28672, 4096),
-        Shape("down", 4096, 14336), Shape("head", 128256, 4096),
-    ]  # fmt: skip
-
-    def chosen(shape: Shape, rows: int, blocks: bool) -> Codes | None:
-        size = (shape.outputs, shape.inputs)
-        group, asks = (128, "fp8-block") if blocks else (shape.inputs, "fp8-token")
-        weight: Any = SimpleNamespace(
-            **made_of, shape=size, columns=shape.inputs, group=group, activations=asks,
-            row_group=128 if blocks else 1,
-        )  # fmt: skip
-        return coded_choice.choose_coded(weight, shape, rows)
-
-    for shape in shapes:
-        assert not any(chosen(shape, rows, False) for rows in (257, 512, 1024))
-    for shape in shapes[:-1]:
-        gates = 2 if shape.role == "gate_up" else 1
-        for rows in (257, 512, 513, 1024):
-            choice = chosen(shape, rows, True)
-            assert choice is not None and choice.roles and choice.block_m == 128
-            assert choice.by_group and choice.halves and not choice.joined
-            assert choice.stages * (gates * choice.block_n + 128) * 128 <= 208 * 1024
-            tiles = -(-shape.outputs // gates // choice.block_n) * (512 if rows < 513 else 1024)
-            assert choice.split_k == 1 or tiles // 128 * choice.split_k <= 132
-        assert chosen(shape, 1025, True) is None
-    assert chosen(shapes[-1], 512, True) is None
-    weight, _ = made("fp8 blocks", 256, 512)
-    for version, rows, expected in (("12.9", 1024, 0), ("12.9", 1025, 1), ("12.8", 1025, 0)):
-        monkeypatch.setattr(torch.version, "cuda", version)
-        choice = packed_choice.choose_packed(weight, "o", rows)
-        assert isinstance(choice, Quantised) == bool(expected)
+    rows, blocks = made("fp8 rows", 256, 512)[0], made("fp8 blocks", 256, 512)[0]
+    for weight in (rows, blocks):
+        assert isinstance(packed_choice.choose_packed(weight, "o", 256), Codes)
+        for version in ("12.8", "12.9", "13.0"):
+            monkeypatch.setattr(torch.version, "cuda", version)
+            choice = packed_choice.choose_packed(weight, "o", 257)
+            assert isinstance(choice, Quantised) == (weight is rows or version > "12.8")
     for size in ((256, 640), (320, 512)):
         assert not packed_choice.can_quantise(made("fp8 blocks", *size)[0])
     monkeypatch.setattr(packed_choice, "is_hopper", lambda weight: False)
-    assert not packed_choice.can_quantise(weight)
-    measured = replace(TILE, block_m=128)
-    monkeypatch.setattr(coded_choice, "_ROLES", {("fp8 blocks", shapes[3], 512): measured})
-    assert chosen(shapes[3], 300, True) == measured != chosen(shapes[3], 600, True)
+    assert not packed_choice.can_quantise(blocks)
 
 
 def test_a_tile_may_not_meet_two_blocks() -> None:

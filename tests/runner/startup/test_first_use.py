@@ -62,7 +62,7 @@ def test_products_of_our_own_kernels_are_skipped(products: list[tuple[int, int]]
 def test_products_by_copies_of_quantised_weights_run_too(
     products: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fmt = WeightFormat(torch.device("cpu"), torch.float32, packed=True)
+    fmt = WeightFormat(torch.device("cpu"), torch.bfloat16, packed=True)
     layer = Linear(64, {"a": 8, "b": 16}, fmt, bias=True)
     for rows, slot in zip((8, 16), list(layer.checkpoint_slots("", ""))[::2], strict=True):
         slot[1].load(random_weight("fp8 rows", rows, 64))
