@@ -101,7 +101,7 @@ def _quantised_linear(
         x_codes,
         weight.words.view(torch.float8_e4m3fn).T,
         scale_a=x_scales,
-        scale_b=_by_columns(weight.scales) if in_blocks else weight.scales.float(),
+        scale_b=_of_blocks(weight).T if in_blocks else weight.scales.float(),
         out_dtype=torch.bfloat16,  # the only one that it knows with a scale for each row
         use_fast_accum=not in_blocks,
     )
@@ -110,9 +110,9 @@ def _quantised_linear(
     return out if residual is None else out.add_(residual)
 
 
-def _by_columns(scales: Tensor) -> Tensor:
-    """Scales of blocks [K / 128, N / 128] whose columns are contiguous, as torch wants them."""
-    return scales.float().T.contiguous().T
+def _of_blocks(weight: TiledWeight) -> Tensor:
+    """Scales of blocks [N / 128, K / 128]; a part of a matrix has them by columns alone."""
+    return weight.scales.float().T.contiguous() if weight.by_rows is None else weight.by_rows
 
 
 def packed_linear_parts(

@@ -67,6 +67,8 @@ class TiledWeight:
     narrow: bool = False  # of experts: slices of 16 columns
     factors: Tensor | None = None  # [N / 64, ceil(K / 256), 128] int32, see `factors_of_blocks`
     high: Tensor | None = None  # [N, spans * 16] int16, of kinds with a second plane
+    # [N / 128, K / 128] float32: `scales` of blocks once more, as torch's products of codes want it
+    by_rows: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -150,7 +152,7 @@ class TiledWeight:
             if (field := getattr(self, name)) is not None
         }
         scales = self.scales[rows] if self.kind == "fp4" else self.scales[:, blocks]
-        return replace(self, scales=scales, factors=None, **fields)
+        return replace(self, scales=scales, factors=None, by_rows=None, **fields)
 
 
 Weight = PackedWeight | TiledWeight
@@ -292,6 +294,7 @@ def tile(weight: PackedWeight, narrow: bool = False) -> TiledWeight:
         narrow=narrow,
         factors=factors_of_blocks(weight.scales) if narrow else None,
         high=high,
+        by_rows=weight.scales.float().contiguous() if weight.activations == "fp8-block" else None,
     )
 
 

@@ -125,17 +125,24 @@ def test_planar_rows_have_the_same_codes_and_are_multiplied_by_torch(
 
     def multiplied(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, **_: Any) -> Tensor:
         if in_blocks:  # [M, K / 128] and [K / 128, N / 128]
+            found.append(scale_b)
             assert scale_a.stride() == (1, 4) and scale_b.stride() == (1, 2)
             scale_a = scale_a.repeat_interleave(128, 1)
             scale_b = scale_b.repeat_interleave(128, 0).repeat_interleave(128, 1)[:, : b.shape[1]]
         return ((a.float() * scale_a) @ (b.float() * scale_b)).half()
 
+    found: list[Tensor] = []
     monkeypatch.setattr(torch, "_scaled_mm", multiplied)
     for rows in (coded, normed, act):
         got = packed_linear(rows, weight, None, Quantised(), dtype=torch.float16)
         parts = packed_linear_parts(rows, weight, None, Quantised(), dtype=torch.float16)
         assert torch.equal(parts, got)
         close(got, decode_rows(rows, planar).double() @ exact.T)
+    part = packed_linear(coded, weight.first_rows(256), None, Quantised(), dtype=torch.float16)
+    close(part, numbers.double() @ exact[:256].T)
+    if in_blocks:
+        assert weight.by_rows is not None and torch.equal(found[-1], weight.by_rows[:2].T)
+        assert found[0].data_ptr() == weight.by_rows.data_ptr()  # copied by no product
     for start in (None, norm):  # rows that no kernel before has coded
         got = packed_linear(x, weight, None, Quantised(), start)
         rows = coded if start is None else norm_and_code(x, None, *norm, planar)[0]
