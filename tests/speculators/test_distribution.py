@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_llama(folder / "target", layers=4, std=0.15, vocab_size=V)
     save_llama(folder / "draft_model", seed=5, layers=1, std=0.15, vocab_size=V)
     weights = head_weights(eagle3=True, vocab_size=V, draft_vocab_size=4)
-    weights["lm_head.weight"] *= 0.3
+    weights["lm_head.weight"] *= -0.3
     sizes = {"vocab_size": V, "draft_vocab_size": 4}
     taps = {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}
     save_head(folder / "eagle3", weights, True, **sizes, **taps)
