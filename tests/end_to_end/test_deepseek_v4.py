@@ -109,7 +109,7 @@ def test_a_chat_with_tools(family: str, tmp_path: Path) -> None:
         prompt = httpx.post(f"{running.url}/detokenize", json=body).json()["prompt"]
         block = "tool_calls" if family == "V4" else "function_calls"
         assert f"<｜DSML｜{block}>" in prompt and json.dumps(FAR) in prompt
-        sampling = {"max_tokens": 200, "temperature": 1, "seed": 3}
+        sampling = {"max_tokens": 400, "temperature": 1, "seed": 3}
         for choice in ("required", {"type": "function", "function": {"name": "far"}}, "auto"):
             reply = httpx.post(
                 f"{running.url}/v1/chat/completions",
@@ -118,7 +118,9 @@ def test_a_chat_with_tools(family: str, tmp_path: Path) -> None:
             )
             assert reply.status_code == 200, reply.text
             if choice != "auto":  # a random model calls nothing by itself
-                (call,) = reply.json()["choices"][0]["message"]["tool_calls"]
+                (found,) = reply.json()["choices"]
+                assert found["finish_reason"] == ("tool_calls" if choice == "required" else "stop")
+                (call,) = found["message"]["tool_calls"]
                 arguments = json.loads(call["function"]["arguments"])
                 assert call["function"]["name"] == "far"
                 assert arguments["near"] in (True, False) and arguments["unit"] in ("m", "km")
