@@ -208,7 +208,7 @@ class PreNormModel(BlockModel):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, fmt)
         self.rotary = rotary
         self.decoder: NativeDecoder | None = None  # runs the blocks where it can
-        self.row_decoder: RowDecoder | None = None  # the same for one row on a GPU
+        self.row_decoder: RowDecoder | None = None  # the same for few rows on a GPU
 
     def forward(
         self,

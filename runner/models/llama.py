@@ -290,7 +290,7 @@ class DecoderLayer(nn.Module):
 
     def enter_row(self, hidden: Tensor) -> Tensor:
         project = self.self_attn.qkv_proj
-        x, norm, _ = enter(self.input_layernorm, hidden, None, project.norms(1))
+        x, norm, _ = enter(self.input_layernorm, hidden, None, project.norms(hidden.shape[0]))
         return project.parts(x, norm)
 
     def attend_row(self, qkv: Tensor, rotary: RotaryStep, attention: AttentionState) -> Tensor:

@@ -145,6 +145,9 @@ def few(more: bool) -> None:
     coded(512, 1024)
     for at, name in enumerate(("int4", "fp8")):
         row_layer(name, 512, 1024, 3584, (False, True) if more else (at % 2 > 0,))
+        row_layer(name, 6144, 4096, 14336, [False], 4)
+        if more:
+            row_layer(name, 6144, 4096, 14336, [False], 2)
     one("fp8", qkv, Skinny(64, 128, 4, 4, 2, 16), 9)
     one("int4", qkv, Skinny(64, 256, 3, 4, 2, 128), 99)
     one("int4", gate_up, Skinny(128, 256, 2, 8, 1, 128), 99)
@@ -225,8 +228,10 @@ def coded(outputs: int, inputs: int) -> None:
             packed_linear_parts(act, tile_on_meta(name, down), None, parts, None, base.BF16)
 
 
-def row_layer(name: str, outputs: int, hidden: int, inner: int, lasts: Iterable[bool]) -> None:
-    """Compile the launch between two attentions of one row, or after the last one (`lasts`)."""
+def row_layer(
+    name: str, outputs: int, hidden: int, inner: int, lasts: Iterable[bool], rows: int = 1
+) -> None:
+    """Compile the launch between two attentions of few rows, or after the last one (`lasts`)."""
     shapes = ((hidden, hidden), (2 * inner, hidden), (hidden, inner), (outputs, hidden))
     weights = [tile_on_meta(name, Shape("other", *shape)) for shape in shapes]
     norm = meta(hidden), 1e-5
@@ -235,8 +240,8 @@ def row_layer(name: str, outputs: int, hidden: int, inner: int, lasts: Iterable[
     for is_last in lasts:
         own = replace(layer, qkv=None, next_norm=None) if is_last else layer
         counter = meta(1, dtype=base.I32)
-        stream, following = multiply_row(meta(1, hidden), meta(1, hidden), own, counter)
-        assert stream.shape == (1, hidden) and (following is None) == (own.qkv is None)
+        stream, following = multiply_row(meta(rows, hidden), meta(rows, hidden), own, counter)
+        assert stream.shape == (rows, hidden) and (following is None) == (own.qkv is None)
 
 
 QWEN, GPT_OSS = (128, 2048, 768, 8), (32, 2880, 2880, 4)  # Qwen3-30B-A3B, gpt-oss-20b

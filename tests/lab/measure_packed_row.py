@@ -117,8 +117,8 @@ TALL = ((64, 3, 4), (128, 3, 8), (128, 2, 8), (64, 2, 4))
 # --- one request ---------------------------------------------------------------------------------
 
 
-def make_step(kind: str, device: torch.device, layers: int = LAYERS) -> Step:
-    """A step of one request through a few layers in the format `kind`."""
+def make_step(kind: str, device: torch.device, layers: int = LAYERS, requests: int = 1) -> Step:
+    """A step of a request, or of few, through a few layers in the format `kind`."""
     sizes = {**MODELS["Llama-8B"], "num_hidden_layers": layers, "max_position_embeddings": MAX_LEN}
     said = QUANTISED[kind]
     chooser = LinearChooser(H100_WINNERS)
@@ -127,7 +127,7 @@ def make_step(kind: str, device: torch.device, layers: int = LAYERS) -> Step:
     )
     quantisation = None if said is None else parse_quantisation({"quantization_config": said})
     load_random(model.checkpoint_slots(), device, seed=1, quantisation=quantisation)
-    return Step(model, 1, CONTEXT, device)
+    return Step(model, requests, CONTEXT, device)
 
 
 @contextmanager

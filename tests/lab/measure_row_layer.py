@@ -1,15 +1,15 @@
-"""Prints how long a layer of one request takes if one launch computes all between two attentions.
+"""Prints how long a layer of few requests takes if one launch computes all between two attentions.
 
-    PYTHONPATH=.src python tests/lab/measure_row_layer.py [--kinds int4,fp8] [--layers 32]
-        [--seconds 50] [--compile-only]
+    PYTHONPATH=.src python tests/lab/measure_row_layer.py [--kinds int4,fp8] [--rows 1,2,4]
+        [--layers 32] [--seconds 50] [--compile-only]
 
 A chain of layers of Llama 8B's shape with random weights, in a CUDA graph with dependent launches
 as in a real step: first with a launch for each product, then with `kernels.packed.persistent` in
 several forms. A line: microseconds of a layer, the difference to the first chain, microseconds and
 bandwidth of the launches without attention between them, the relative error against torch's chain,
-and the changes of the form and of attention's plan. The first launch is checked alone: it fails
-after 0.1 s if its programs do not meet. All kernels are compiled first, in parallel processes and
-without the GPU.
+and the changes of the form and of attention's plan. Lines begin with the format and the rows. The
+first launch is checked alone: it fails after 0.1 s if its programs do not meet. All kernels are
+compiled first, in parallel processes and without the GPU.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
+from itertools import product
 from unittest.mock import patch
 
 import torch
@@ -36,6 +37,7 @@ from slipstream.kernels.packed.persistent import row_layer
 from slipstream.kernels.packed.persistent.row_weights import RowLayer
 from slipstream.kernels.packed.persistent.triton import hopper_row
 from slipstream.kernels.packed.persistent.triton.hopper_row import Form
+from slipstream.runner.models.formats import row_decoder
 
 PATIENCE = 10**8 // 1024  # of the programs, times 1024 cycles
 # The last program of attention sums its splits, as in models that use the kernel.
@@ -47,6 +49,15 @@ FORMS: Sequence[tuple[dict[str, int], dict[str, int]]] = (  # of the kernel, of 
     ({"held": 8, "registers": 152, "early": 0}, {}),
     ({}, {"splits": 8}),
 )
+FEW_ROWS: Sequence[tuple[dict[str, int], dict[str, int]]] = (
+    ({}, {}),
+    ({"held": 1}, {}),
+    ({"held": 1, "registers": 112}, {}),
+    ({"early": 0}, {}),
+    ({"early": 1}, {}),
+    ({"stages": 4}, {}),
+    ({"flying": 4}, {}),
+)
 
 
 @contextmanager
@@ -56,6 +67,7 @@ def using(form: Form, plan: dict[str, int]) -> Iterator[None]:
     with (
         planned(plan),
         patch.object(hopper_row, "multiply", multiply),
+        patch.object(row_decoder, "MOST_ROWS", 4),
     ):
         yield
 
@@ -69,19 +81,19 @@ def layers_of(step: Step) -> list[RowLayer]:
     return layers
 
 
-def launches(layers: Sequence[RowLayer], form: Form, counter: Tensor) -> None:
+def launches(layers: Sequence[RowLayer], form: Form, counter: Tensor, rows: int) -> None:
     """The launches of all layers without attention: each reads the stream of the one before."""
-    hidden = counter.new_ones(1, layers[0].o.shape[0], dtype=BF16)
+    hidden = counter.new_ones(rows, layers[0].o.shape[0], dtype=BF16)
     for layer in layers:
         multiply = partial(hopper_row.multiply, form=form, patience=PATIENCE)
         hidden, _ = multiply(hidden, hidden, layer, counter)
 
 
-def check_alone(layers: Sequence[RowLayer]) -> None:
+def check_alone(layers: Sequence[RowLayer], rows: int) -> None:
     """Compare the first launch with the plain version; it is the first that could hang."""
     device = layers[0].o.device
     hidden = layers[0].o.shape[0]
-    x, residual = (torch.randn(1, hidden, device=device).to(BF16) for _ in range(2))
+    x, residual = (torch.randn(rows, hidden, device=device).to(BF16) for _ in range(2))
     counter = torch.zeros(1, dtype=torch.int32, device=device)
     exact = row_layer.multiply_row_reference(x.float(), residual.float(), layers[0])
     for turn in range(3):
@@ -99,13 +111,13 @@ def check_alone(layers: Sequence[RowLayer]) -> None:
         assert all(error < TOLERANCE for error in errors)
 
 
-def run(bench: Bench, kind: str, count: int, deadline: float) -> None:
-    """Print the chain of one format in all forms."""
-    step = make_step(kind, bench.device, 2 if bench.is_dry else count)
+def run(bench: Bench, kind: str, rows: int, count: int, deadline: float) -> None:
+    """Print the chain of one format and number of rows in all forms."""
+    step, name = make_step(kind, bench.device, 2 if bench.is_dry else count, rows), f"{kind} {rows}"
     layers = layers_of(step)
     counter = torch.zeros(1, dtype=torch.int32, device=bench.device)
     if not bench.is_dry:
-        check_alone(layers)
+        check_alone(layers, rows)
     with patch.dict(os.environ, {"SLIPSTREAM_ROW_LAYER": "0"}):
         with choosing(step, {"torch": None}):
             exact = step.hidden()
@@ -118,26 +130,26 @@ def run(bench: Bench, kind: str, count: int, deadline: float) -> None:
             rest = bench.time([step.tokens]) - today * count
     if not bench.is_dry:
         print(
-            f"{kind:5} today {today:.2f} us a layer, {whole:.2f} if attention's last program sums, "
+            f"{name:7} today {today:.2f} us a layer, {whole:.2f} if attention's last program sums, "
             f"head and rest {rest:.0f} us, error {error:.4f}",
             flush=True,
         )
     num_bytes = sum(weight.nbytes for layer in layers for weight in layer.matrices)
     names = [field.name for field in fields(Form)]
     fastest, alone = float("inf"), dict[Form, float]()
-    for changes, plan in FORMS:
+    for changes, plan in FORMS if rows == 1 else FEW_ROWS:
         if time.monotonic() > deadline:
             return
         assert set(changes) <= set(names)
-        form = replace(hopper_row.form_of(layers[0]), **changes)
+        form = replace(hopper_row.form_of(layers[0], rows), **changes)
         try:
             with using(form, plan), patch.dict(os.environ, {"SLIPSTREAM_ROW_LAYER": "1"}):
                 error = bench.error(step.hidden(), exact)
                 us = bench.time([step.hidden]) / count
             if form not in alone:
-                alone[form] = bench.time([partial(launches, layers, form, counter)]) / count
+                alone[form] = bench.time([partial(launches, layers, form, counter, rows)]) / count
         except Exception as problem:  # a lab script: name it and go on
-            print(f"{kind:5} failed: {changes} {plan} {str(problem)[:160]}", flush=True)
+            print(f"{name:7} failed: {changes} {plan} {str(problem)[:160]}", flush=True)
             if bench.is_dry or "CUDA error" in str(problem):
                 raise
             continue
@@ -147,13 +159,13 @@ def run(bench: Bench, kind: str, count: int, deadline: float) -> None:
         fastest = min(us, fastest)
         rate = num_bytes / count / alone[form] / 1e6
         print(
-            f"{kind:5} {us:8.2f} {us - today:+8.2f}{star} alone {alone[form]:7.2f} us "
+            f"{name:7} {us:8.2f} {us - today:+8.2f}{star} alone {alone[form]:7.2f} us "
             f"{rate:.2f} TB/s error {error:.4f} {changes} {plan}",
             flush=True,
         )
     if not bench.is_dry:
         step_us = 32 * fastest + rest
-        print(f"{kind:5} best {fastest:.2f}, so {1e6 / step_us:.0f} tokens/s in 32 layers")
+        print(f"{name:7} best {fastest:.2f}, so {rows * 1e6 / step_us:.0f} tokens/s in 32 layers")
 
 
 def compile_all(args: argparse.Namespace) -> None:
@@ -161,8 +173,8 @@ def compile_all(args: argparse.Namespace) -> None:
     bench, began = Bench(torch.device("meta")), time.monotonic()
     executor = ForkingExecutor(args.jobs)
     with torch.inference_mode(), without_gpu(H200), compiling_only(executor) as kinds:
-        for kind in args.kinds:
-            run(bench, kind, 2, float("inf"))
+        for kind, rows in product(args.kinds, args.rows):
+            run(bench, kind, rows, 2, float("inf"))
     failed = [key for key, kernel in kinds.items() if kernel.future.exception() is not None]
     took = time.monotonic() - began
     print(f"compiled {len(kinds)} kernels in {took:.0f} s, {len(failed)} failed", flush=True)
@@ -171,6 +183,7 @@ def compile_all(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kinds", type=lambda text: text.split(","), default=["int4", "fp8"])
+    parser.add_argument("--rows", type=lambda text: [*map(int, text.split(","))], default=[1])
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=50)
     parser.add_argument("--compile-only", action="store_true")
@@ -181,11 +194,13 @@ def main() -> None:
         raise SystemExit(int(failed))
     bench, began = Bench(torch.device("cuda", 0)), time.monotonic()
     with torch.inference_mode():
-        for index, kind in enumerate(args.kinds):
+        cases = [*product(args.kinds, args.rows)]
+        for index, (kind, rows) in enumerate(cases):
             left = began + args.seconds - time.monotonic()
-            run(bench, kind, args.layers, time.monotonic() + left / (len(args.kinds) - index))
+            deadline = time.monotonic() + left / (len(cases) - index)
+            run(bench, kind, rows, args.layers, deadline)
             torch.cuda.empty_cache()
-            print(f"-- {kind}: {time.monotonic() - began:.0f} s", flush=True)
+            print(f"-- {kind} {rows}: {time.monotonic() - began:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""All products between two attentions of one row: output projection, feed-forward layer, and the
+"""All products between two attentions of few rows: output projection, feed-forward layer, and the
 next layer's query, key and value, with their norms and residuals.
 
 One kernel computes them all, so that the memory does not rest between them; see
@@ -16,6 +16,8 @@ from ...linear.norm_rope import fused_add_rms_norm_reference
 from ...quant.tiled import TiledWeight
 from .row_weights import RowLayer
 
+MOST_ROWS = 1  # that models use it for; the kernel knows 4, which no GPU has measured yet
+
 
 def row_layers_wanted() -> bool:
     """Whether models use it: they do, unless SLIPSTREAM_ROW_LAYER=0.
@@ -29,11 +31,12 @@ def row_layers_wanted() -> bool:
 def multiply_row(
     x: Tensor, residual: Tensor, layer: RowLayer, counter: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the stream [1, H] after a layer, and query, key and value [1, N] of the next one.
+    """Compute the stream [M, H] after a layer, and query, key and value [M, N] of the next one.
 
-    x: [1, heads * head_dim], what attention computed; residual: [1, H], the stream before it;
+    x: [M, heads * head_dim], what attention computed; residual: [M, H], the stream before it;
     counter: [1] int32, zero before the first launch that uses it, and of no two launches that may
-    run at the same time. All must be on a GPU, and `fits_row_layer` be True.
+    run at the same time. All must be on a GPU, and `fits_row_layer` be True. No row depends on
+    another. M is at most 4.
     """
     from .triton.hopper_row import multiply
 

@@ -1,4 +1,4 @@
-"""The weights between two attentions, and whether the kernel for one row knows them."""
+"""The weights between two attentions, and whether the kernel for few rows knows them."""
 
 from __future__ import annotations
 

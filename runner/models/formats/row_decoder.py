@@ -1,4 +1,4 @@
-"""Runs the blocks of a model for one row: attention, and one kernel between two attentions.
+"""Runs the blocks of a model for few rows: attention, and one kernel between two attentions.
 
 It serves models of plain blocks whose matrices are all quantised in one format that the kernel
 knows, on one GPU. Every other step runs block by block.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ....kernels.linear.linear import Norm
-from ....kernels.packed.persistent.row_layer import multiply_row, row_layers_wanted
+from ....kernels.packed.persistent.row_layer import MOST_ROWS, multiply_row, row_layers_wanted
 from ....kernels.packed.persistent.row_weights import RowLayer, fits_row_layer
 from ....kernels.quant.tiled import TiledWeight
 from ...attention.base import AttentionState
@@ -50,10 +50,10 @@ class RowBlock(Protocol):
         """Its weights; None if its parts are not those of `RowWeights` alone."""
 
     def enter_row(self, hidden: Tensor) -> Tensor:
-        """Query, key and value [1, N], or parts [S, 1, N], of the stream [1, H]."""
+        """Query, key and value [M, N], or parts [S, M, N], of the stream [M, H]."""
 
     def attend_row(self, qkv: Tensor, rotary: Any, attention: AttentionState) -> Tensor:
-        """What attention computes of them before the output projection, [1, heads * head_dim]."""
+        """What attention computes of them before the output projection, [M, heads * head_dim]."""
 
 
 def tiled_matrix(packed: PackedLayer | None, bias: Tensor | None) -> TiledWeight | None:
@@ -63,7 +63,7 @@ def tiled_matrix(packed: PackedLayer | None, bias: Tensor | None) -> TiledWeight
 
 
 class RowDecoder:
-    """Runs blocks for one row; see the top of the file."""
+    """Runs blocks for few rows; see the top of the file."""
 
     def __init__(self, device: torch.device) -> None:
         # Made here, because a graph that is being captured could not fill it.
@@ -72,7 +72,7 @@ class RowDecoder:
 
     def runs(self, blocks: Sequence[Any], hidden: Tensor) -> bool:
         """Whether `run` can take the place of these blocks for the rows `hidden` [M, H]."""
-        if hidden.shape[0] != 1 or not row_layers_wanted():
+        if hidden.shape[0] > MOST_ROWS or not row_layers_wanted():
             return False
         return self._layers(blocks, hidden) is not None
 
@@ -84,7 +84,7 @@ class RowDecoder:
         attention: AttentionState,
         keep: Callable[[int, Tensor], None],
     ) -> Tensor:
-        """The stream [1, H] after all blocks. `keep` gets the index of each block and the stream
+        """The stream [M, H] after all blocks. `keep` gets the index of each block and the stream
         before it, and at the end their number and the result."""
         layers = self._layers(blocks, hidden)
         assert layers is not None

@@ -1,4 +1,4 @@
-"""One row runs through one launch a layer, with equal results, if the kernel knows all weights."""
+"""Few rows run through one launch a layer, with equal results, if the kernel knows all weights."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     seen: list[bool] = []
 
     def multiply(x: Tensor, residual: Tensor, layer: RowLayer, counter: Tensor) -> Any:
-        assert x.shape[0] == residual.shape[0] == 1 and counter.tolist() == [0]
+        assert x.shape[0] == residual.shape[0] <= row_decoder.MOST_ROWS and counter.tolist() == [0]
         seen.append(layer.qkv is not None)
         return multiply_row_reference(x, residual, layer)
 
@@ -85,16 +85,28 @@ def close(got: tuple[Tensor, Tensor | None], expected: tuple[Tensor, Tensor | No
         assert float((a - b).float().norm() / b.float().norm()) < 0.02
 
 
-@pytest.mark.parametrize("qk_norm", [False, True])
-def test_one_row_equals_the_blocks_one_by_one(
-    launches: list[bool], monkeypatch: pytest.MonkeyPatch, qk_norm: bool
+@pytest.mark.parametrize(("rows", "qk_norm"), [(1, False), (1, True), (3, False), (4, True)])
+def test_few_rows_equal_the_blocks_one_by_one(
+    launches: list[bool], monkeypatch: pytest.MonkeyPatch, rows: int, qk_norm: bool
 ) -> None:
+    monkeypatch.setattr(row_decoder, "MOST_ROWS", max(rows, row_decoder.MOST_ROWS))
     model = model_of(GPTQ, use_qk_norm=qk_norm)
-    got = forward(model)
+    got = forward(model, rows)
     assert launches == [True, True, False]
     monkeypatch.setenv("SLIPSTREAM_ROW_LAYER", "0")
-    close(got, forward(model))
+    close(got, forward(model, rows))
     assert len(launches) == 3
+
+
+def test_more_rows_than_the_most_run_block_by_block(
+    launches: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_decoder, "MOST_ROWS", 4)
+    model = model_of(GPTQ)
+    forward(model, 5)
+    assert launches == []
+    forward(model, 4)
+    assert launches == [True, True, False]
 
 
 def test_duplicate_blocks_can_be_left_out(

@@ -1,4 +1,4 @@
-"""All products between two attentions of one row with quantised weights, in one launch, in Gluon.
+"""All products between two attentions of few rows with quantised weights, in one launch, in Gluon.
 
 As many programs as the GPU has multiprocessors run at the same time, and meet after each product,
 because the next one needs all of its results. In a program one warp, the producer, copies words
@@ -13,6 +13,11 @@ product.
 More memory and more copies on their way make it slower on an H200: what the programs exchange then
 waits longer. A program stores its results with their product with the weight of the next norm, and
 the sum of their squares, so that no program has to norm the whole row.
+
+The tensor cores multiply a tile by eight columns, and the slices of one row take two or four. So
+two rows take no more products of tiles than one, and neither do four, whose slices are taken apart;
+only their inputs are longer. In the memory of an input of one product are those of the others, and
+the sums of all products, because four rows of Llama 8B's inner size take half of the memory.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -66,20 +71,21 @@ def _hopper_row_kernel(
     gate_up, gate_up_scales, gate_up_channel,
     down, down_scales, down_channel,
     qkv, qkv_scales, qkv_channel,
-    x,  # [heads * head_dim], what attention computed
-    residual,  # [H], the stream before attention
+    x,  # [count, heads * head_dim], what attention computed
+    residual,  # [count, H], the stream before attention
     gain,  # [H], weight of the norm before gate and up
-    normed,  # [H], the stream after attention times the norm's weight
-    inner,  # [I], what down multiplies
+    normed,  # [ROWS, H], the stream after attention times the norm's weight
+    inner,  # [ROWS, I], what down multiplies
     next_gain,  # [H], weight of the norm before the next layer's qkv
-    stream,  # [H], the stream after the layer
-    next_normed,  # [H], that times the norm's weight
-    out,  # [N] of qkv
-    squares,  # [2, PROGRAMS] float32, sums of squares of each program
+    stream,  # [ROWS, H], the stream after the layer
+    next_normed,  # [ROWS, H], that times the norm's weight
+    out,  # [ROWS, N] of qkv
+    squares,  # [2, ROWS, PROGRAMS] float32, sums of squares of each program
     counter,  # [1] int32
     eps,
     next_eps,
     patience,  # times 1024 cycles
+    count,  # rows, at most ROWS
     TILES: gl.constexpr,  # of the four products
     STEPS: gl.constexpr,  # of a tile
     TURNS: gl.constexpr,  # a power of 2, at least the tiles of a program
@@ -94,9 +100,10 @@ def _hopper_row_kernel(
     HELD: gl.constexpr,
     FLYING: gl.constexpr,
     EARLY: gl.constexpr,
-    STAGED: gl.constexpr,  # values of an input in shared memory
+    STAGED: gl.constexpr,  # values of an input of one row in shared memory
     SCALE: gl.constexpr,  # type of the scales of groups
     PRODUCER: gl.constexpr,
+    ROWS: gl.constexpr,  # a power of 2
     PDL: gl.constexpr,
 ):  # fmt: skip
     w_ring = gl.allocate_shared_memory(gl.int16, [STAGES, SPANS, 2, 8, 64], WORDS)
@@ -105,12 +112,14 @@ def _hopper_row_kernel(
         s_ring = gl.allocate_shared_memory(SCALE, [STAGES, SPANS * GROUPS, 2, 8], FLAT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    partials = gl.allocate_shared_memory(
-        gl.float32, [MOST, SPANS, HEIGHT], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    )  # fmt: skip
-    x_shared = gl.allocate_shared_memory(
-        x.dtype.element_ty, [STAGED // 64, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    )  # fmt: skip
+    partials, x_shared = w_ring, w_ring
+    if ROWS == 1:
+        partials = gl.allocate_shared_memory(
+            gl.float32, [MOST, SPANS, HEIGHT], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        )  # fmt: skip
+        x_shared = gl.allocate_shared_memory(
+            x.dtype.element_ty, [STAGED // 64, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        )  # fmt: skip
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
@@ -126,9 +135,9 @@ def _hopper_row_kernel(
             (multiply_all, (
                 products[0], products[1], products[2], products[3], x, residual, gain, normed,
                 inner, next_gain, stream, next_normed, out, squares, counter, eps, next_eps,
-                patience, w_ring, s_ring, full, empty, partials, x_shared, TILES, STEPS, TURNS,
-                MOST, GROUPS, SLICES, FACTORS, SIZES, PROGRAMS, SPANS, STAGES, HELD, SCALE, EARLY,
-                PDL,
+                patience, count, w_ring, s_ring, full, empty, partials, x_shared, TILES, STEPS,
+                TURNS, GROUPS, SLICES, FACTORS, SIZES, PROGRAMS, SPANS, STAGES, HELD, SCALE, EARLY,
+                ROWS, PDL,
             )),
             (bring_words, (
                 products[0], products[1], products[2], products[3], w_ring, s_ring, full,
@@ -140,9 +149,15 @@ def _hopper_row_kernel(
     )  # fmt: skip
 
 
-def form_of(layer: RowLayer) -> Form:
-    """The form for the weights of a layer: the fastest for Llama 8B on an H200."""
-    return Form(stages=5, early=0) if layer.o.kind == "int4" else Form()
+def form_of(layer: RowLayer, rows: int = 1) -> Form:
+    """The form for the weights of a layer: for one row, the fastest for Llama 8B on an H200.
+
+    No GPU has measured more rows. They need memory for their inputs, and four rows of "int4" more
+    registers, without which they spill.
+    """
+    if layer.o.kind == "int4":
+        return Form(stages=5, early=0, registers=120 if rows <= 2 else 128)
+    return Form() if rows == 1 else Form(stages=5)
 
 
 def multiply(
@@ -156,7 +171,9 @@ def multiply(
 ) -> tuple[Tensor, Tensor | None]:
     """See `row_layer.multiply_row`. Programs default to one for each multiprocessor; more could
     not all run at the same time, and would wait forever."""
-    form = form or form_of(layer)
+    count, rows = x.shape[0], triton.next_power_of_2(x.shape[0])
+    assert x.is_contiguous() and residual.is_contiguous() and residual.shape[0] == count
+    form = form or form_of(layer, rows)
     weights = (layer.o, layer.gate_up, layer.down, layer.o if layer.qkv is None else layer.qkv)
     first, hidden = layer.o, layer.o.shape[0]
     slices = first.slices
@@ -166,8 +183,8 @@ def multiply(
         programs = 4 if card is None else card.num_processors
     padded = triton.next_power_of_2(programs)
     groups = 0 if first.group >= first.columns else slices * WIDTH // first.group
-    normed, stream, next_normed = x.new_empty(3, hidden)
-    out = x.new_empty(1, outputs) if outputs else x
+    normed, stream, next_normed = x.new_empty(3, rows, hidden)
+    out = x.new_empty(rows, outputs) if outputs else x
     next_gain, next_eps = layer.norm if layer.next_norm is None else layer.next_norm
     arguments: list[Any] = []
     for weight in weights:
@@ -182,16 +199,17 @@ def multiply(
         residual,
         layer.norm[0],
         normed,
-        x.new_empty(inner),
+        x.new_empty(rows, inner),
         next_gain,
         stream,
         next_normed,
         out,
-        torch.empty(2, padded, dtype=torch.float32, device=x.device),
+        torch.empty(2, rows, padded, dtype=torch.float32, device=x.device),
         counter,
         layer.norm[1],
         next_eps,
         patience,
+        count,
         TILES=tiles,
         STEPS=steps,
         TURNS=turns,
@@ -209,11 +227,12 @@ def multiply(
         STAGED=_staged(max(steps) * columns, form),
         SCALE=_TRITON_DTYPES[first.scales.dtype] if groups else gl.int16,
         PRODUCER=form.producer,
+        ROWS=rows,
         num_warps=form.spans,
         maxnreg=form.registers,
         **pdl_options(x),
     )
-    return stream.view(1, -1), out if outputs else None
+    return stream[:count], out[:count] if outputs else None
 
 
 def _staged(values: int, form: Form) -> int:

@@ -1,7 +1,8 @@
 """What the consumer of `hopper_row` does in a step: load words, turn them into numbers, multiply.
 
 SUMS is the layout of sums [SPANS, 16, 8]; each warp has a span of them. In the operands' layout a
-lane has 16 bytes of a row: eight words, and eight numbers of the input for them.
+lane has 16 bytes of a row: eight words, and eight numbers of the input for them. `row_inputs`
+explains the columns of the input's operands.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment"
@@ -15,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ....launch import hash_functions
 from ....quant.triton import packed_codes
-from .row_inputs import input_of
+from .row_inputs import operands_of, slices_of_operand
 
 HEIGHT = gl.constexpr(16)  # weight rows of a tile; 8 of gate and 8 of up
 MASKED_4 = gl.constexpr(packed_codes.MASKED_4.value)
@@ -68,29 +69,40 @@ def minus_eight(SPANS: gl.constexpr, LEFT: gl.constexpr):
 
 
 @gluon.jit
-def _excess_of(x, GROUPS: gl.constexpr, SUMS: gl.constexpr, SPANS: gl.constexpr):
-    """The product of a step's input with the zero of "int4", negative, for even slices."""
-    excess = gl.zeros([SPANS, HEIGHT, 8], gl.float32, layout=SUMS)
-    if GROUPS > 0:
-        excess = mma_v2(minus_eight(SPANS, gl.DotOperandLayout(0, SUMS, 8)), x, excess)
-    return excess
+def _excesses_of(
+    xs, OPERANDS: gl.constexpr, GROUPS: gl.constexpr, SUMS: gl.constexpr, SPANS: gl.constexpr
+):  # fmt: skip
+    """The products of a step's operands with the zero of "int4", negative, for even slices."""
+    found = ()
+    for i in gl.static_range(OPERANDS):
+        excess = gl.zeros([SPANS, HEIGHT, 8], gl.float32, layout=SUMS)
+        if GROUPS > 0:
+            excess = mma_v2(minus_eight(SPANS, gl.DotOperandLayout(0, SUMS, 8)), xs[i], excess)
+        found += (excess,)
+    return found
 
 
 @gluon.jit
-def _add_step(sums, words, scales, x, even, GROUPS: gl.constexpr):
+def _add_step(
+    sums, words, scales, xs, evens,
+    OPERANDS: gl.constexpr, GROUPS: gl.constexpr, PER: gl.constexpr,
+):  # fmt: skip
     """Add the products of a step to the sums of each slice."""
     added = ()
     if GROUPS > 0:
         tiles = masked_4(words)
-        odd = even * 16.0
+        odds = ()
+        for i in gl.static_range(OPERANDS):
+            odds += (evens[i] * 16.0,)
         for i in gl.static_range(4):
-            part = mma_v2(tiles[i], x, odd if i % 2 else even)
+            excess = odds[i // PER] if i % 2 else evens[i // PER]
+            part = mma_v2(tiles[i], xs[i // PER], excess)
             scale = scales[i * GROUPS // 4].to(gl.float32)
             added += (sums[i] + part * scale[:, :, None],)
     else:
         tiles = masked_8(words)
         for i in gl.static_range(2):
-            added += (mma_v2(tiles[i], x, sums[i]),)
+            added += (mma_v2(tiles[i], xs[i // PER], sums[i]),)
     return added
 
 
@@ -105,26 +117,51 @@ def _total_of(sums, SLICES: gl.constexpr, FACTORS: gl.constexpr, SUMS: gl.conste
 
 
 @gluon.jit
+def _totals_of(
+    sums, SLICES: gl.constexpr, FACTORS: gl.constexpr, SUMS: gl.constexpr,
+    SPANS: gl.constexpr, ROWS: gl.constexpr, PER: gl.constexpr,
+):  # fmt: skip
+    """The same of each row, [SPANS, HEIGHT, ROWS], added in the same order."""
+    COPIES: gl.constexpr = 8 // (ROWS * PER)
+    column = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, SUMS)))[None, None, :]
+    total = 0.0
+    for i in gl.static_range(0, SLICES, PER):
+        own = sums[i] * FACTORS[i]
+        for j in gl.static_range(1, PER):
+            own = gl.where(column % PER == j, sums[i + j] * FACTORS[i + j], own)
+        if COPIES > 1:
+            own = gl.where(column < ROWS * PER, own, 0.0)
+            own = gl.reshape(own, [SPANS, HEIGHT, COPIES, ROWS, PER])
+            own = gl.sum(gl.sum(own, 4), 2)
+        else:
+            own = gl.sum(gl.reshape(own, [SPANS, HEIGHT, ROWS, PER]), 3)
+        total = own if i == 0 else total + own
+    return total
+
+
+@gluon.jit
 def multiply_tiles(
     inputs, partials, count, w_tiles, s_tiles, full, empty, fill, total, words, scales,
     STEPS: gl.constexpr, GROUPS: gl.constexpr, SLICES: gl.constexpr,
     FACTORS: gl.constexpr, SUMS: gl.constexpr, SPANS: gl.constexpr, STAGES: gl.constexpr,
-    HELD: gl.constexpr,
+    HELD: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """Store the sums of each span of `count` tiles of a product in `partials`.
 
-    `inputs` is what `stage_input` returned; `words` and `scales` are those of step `fill` of
-    `total`. The next ones are loaded while these are multiplied. Returns the same for the next
-    step. The inputs of up to HELD steps stay in registers.
+    `inputs` is what `stage_input` or `stage_rows` returned; `words` and `scales` are those of step
+    `fill` of `total`. The next ones are loaded while these are multiplied. Returns the same for the
+    next step. The inputs of up to HELD steps stay in registers.
     """
+    PER: gl.constexpr = slices_of_operand(SLICES, ROWS)
+    OPERANDS: gl.constexpr = SLICES // PER
     none = gl.zeros([SPANS, HEIGHT, 8], gl.float32, layout=SUMS)
-    first = input_of(inputs, 0, SLICES, SUMS, SPANS)
+    first = operands_of(inputs, 0, SLICES, ROWS, SUMS, SPANS)
     xs = (first,)
-    excesses = (_excess_of(first, GROUPS, SUMS, SPANS),)
+    excesses = (_excesses_of(first, OPERANDS, GROUPS, SUMS, SPANS),)
     if STEPS <= HELD:
         for step in gl.static_range(1, STEPS):
-            xs += (input_of(inputs, step, SLICES, SUMS, SPANS),)
-            excesses += (_excess_of(xs[step], GROUPS, SUMS, SPANS),)
+            xs += (operands_of(inputs, step, SLICES, ROWS, SUMS, SPANS),)
+            excesses += (_excesses_of(xs[step], OPERANDS, GROUPS, SUMS, SPANS),)
     for turn in range(count):
         sums = none, none, none, none
         if GROUPS == 0:
@@ -137,8 +174,8 @@ def multiply_tiles(
                     w_tiles, s_tiles, full, empty, fill, total,
                     GROUPS, SUMS, STAGES,
                 )  # fmt: skip
-                even = excesses[step]
-                sums = _add_step(sums, now, now_scales, xs[step], even, GROUPS)
+                evens = excesses[step]
+                sums = _add_step(sums, now, now_scales, xs[step], evens, OPERANDS, GROUPS, PER)
         else:
             x_now = first
             for step in range(STEPS):
@@ -149,11 +186,16 @@ def multiply_tiles(
                     GROUPS, SUMS, STAGES,
                 )  # fmt: skip
                 after = (step + 1) % STEPS  # after the last one, any
-                x_next = input_of(inputs, after, SLICES, SUMS, SPANS)
-                even = _excess_of(x_now, GROUPS, SUMS, SPANS)
-                sums = _add_step(sums, now, now_scales, x_now, even, GROUPS)
+                x_next = operands_of(inputs, after, SLICES, ROWS, SUMS, SPANS)
+                evens = _excesses_of(x_now, OPERANDS, GROUPS, SUMS, SPANS)
+                sums = _add_step(sums, now, now_scales, x_now, evens, OPERANDS, GROUPS, PER)
                 x_now = x_next
-        partials.index(turn).store(_total_of(sums, SLICES, FACTORS, SUMS))
+        if ROWS == 1:
+            partials.index(turn).store(_total_of(sums, SLICES, FACTORS, SUMS))
+        else:
+            partials.index(turn).store(
+                _totals_of(sums, SLICES, FACTORS, SUMS, SPANS, ROWS, PER)
+            )  # fmt: skip
     return fill, words, scales
 
 
