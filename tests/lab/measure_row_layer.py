@@ -37,7 +37,6 @@ from slipstream.kernels.packed.persistent import row_layer
 from slipstream.kernels.packed.persistent.row_weights import RowLayer
 from slipstream.kernels.packed.persistent.triton import hopper_row
 from slipstream.kernels.packed.persistent.triton.hopper_row import Form
-from slipstream.runner.models.formats import row_decoder
 
 PATIENCE = 10**8 // 1024  # of the programs, times 1024 cycles
 # The last program of attention sums its splits, as in models that use the kernel.
@@ -64,11 +63,7 @@ FEW_ROWS: Sequence[tuple[dict[str, int], dict[str, int]]] = (
 def using(form: Form, plan: dict[str, int]) -> Iterator[None]:
     """Inside, models use the kernel in this form, and attention with these changes of its plan."""
     multiply = partial(hopper_row.multiply, form=form, patience=PATIENCE)
-    with (
-        planned(plan),
-        patch.object(hopper_row, "multiply", multiply),
-        patch.object(row_decoder, "MOST_ROWS", 4),
-    ):
+    with planned(plan), patch.object(hopper_row, "multiply", multiply):
         yield
 
 

