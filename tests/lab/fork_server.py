@@ -63,5 +63,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 if __name__ == "__main__":
     triton_key()
     gc.freeze()  # captures of graphs collect garbage, among which none of the imports is
+    # Triton's compiler makes so many objects that their collection took a seventh of its time, and
+    # a fork soon ends.
+    gc.disable()
     for line in sys.stdin:
         print(json.dumps(answer(json.loads(line))), flush=True)
