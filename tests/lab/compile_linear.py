@@ -12,12 +12,11 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import sm90 as base
 import torch
-import triton
+from disassembly import TOOLS, assemblies
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -38,7 +37,6 @@ from slipstream.kernels.linear.linear_choice import (
 )
 from slipstream.kernels.linear.rotation import Rotation
 
-CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 kernels: list[Any] = []
 t = base.t
 
@@ -114,7 +112,7 @@ def resources(kernel: Any) -> tuple[int, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        command = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
+        command = [str(TOOLS / "cuobjdump"), "--dump-resource-usage", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     assert found is not None, text
@@ -176,7 +174,8 @@ def of_many_rows() -> None:
         assert (registers, spilled) == (168, 0), f"{choice} spills {spilled} bytes"
         # The products of a step must follow each other without a wait: two consumers have four for
         # whole tiles and four for halves.
-        products = re.findall(r"\bHGMMA\.64x(\d+)x16\S* [^;]*?(gsb0)?\s*;", kernels[-1].asm["sass"])
+        (code,) = assemblies([kernels[-1].asm["cubin"]])
+        products = re.findall(r"\bHGMMA\.64x(\d+)x16\S* [^;]*?(gsb0)?\s*;", code)
         sizes = [str(choice.block_n), str(choice.block_n // 2)]
         assert sorted(size for size, _ in products) == sorted(sizes * 8), products
         assert sum(waits == "gsb0" for _, waits in products) == 4, products

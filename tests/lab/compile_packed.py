@@ -9,9 +9,7 @@ for GGUF's types, and fails if a kernel spills.
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -21,7 +19,8 @@ from unittest.mock import patch
 import compile_linear
 import sm90 as base
 import torch
-from compile_linear import CUOBJDUMP, compile_and_keep, kernels, resources
+from compile_linear import compile_and_keep, kernels, resources
+from disassembly import assemblies
 from measure_packed import FORMATS, GGUF, ROWS, SHAPES, candidates, layer_call, tile_on_meta
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver
@@ -57,20 +56,18 @@ def one(name: str, shape: Shape, choice: PackedChoice, rows: int) -> None:
     layer_call(shape, choice, meta(rows, shape.inputs), tile_on_meta(name, shape))
 
 
-def assembly(kernel: Any) -> str:
-    """A compiled kernel's instructions."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        # `cuobjdump -sass` runs this program too, with an analysis that takes half of its time
-        command = [str(CUOBJDUMP.with_name("nvdisasm")), "--no-dataflow", "-c", file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+DISASSEMBLED = {"_direct_groups_kernel"} | {
+    f"_hopper_{name}_kernel" for name in ("codes", "experts", "row")
+}
 
 
 def check_instructions() -> None:
     """Check that tiles come through TMA and are multiplied from registers, without spills."""
+    chosen = [each.asm["cubin"] for each in kernels if each.metadata.name in DISASSEMBLED]
+    codes = assemblies(chosen)
     for kernel in kernels:
         ptx, name = kernel.asm["ptx"], kernel.metadata.name
+        code = next(codes) if name in DISASSEMBLED else ""
         before, wait, _ = ptx.partition("griddepcontrol.wait")
         assert wait and "griddepcontrol.launch_dependents" in ptx, name
         assert resources(kernel)[1] == 0, f"{name} spills: {resources(kernel)}"
@@ -82,7 +79,7 @@ def check_instructions() -> None:
             stores = kernel.asm["ttgir"].count("ttg.local_alloc %tiles")
             assert loads and not stores, f"{name} moves numbers through shared memory"
         if name == "_direct_groups_kernel":  # the warps meet at the end only
-            assert assembly(kernel).count("BAR.SYNC") <= 2, "warps wait for each other"
+            assert code.count("BAR.SYNC") <= 2, "warps wait for each other"
         if name == "_few_rows_kernel":
             loop = kernel.asm["ttgir"].partition("scf.for")[2].partition("scf.yield")[0]
             assert "ttg.local" not in loop, "words pass through shared memory"
@@ -94,16 +91,13 @@ def check_instructions() -> None:
             assert "wgmma.mma_async" in ptx and "e4m3.e4m3" in ptx
             assert "ttg.local_load" not in kernel.asm["ttgir"], f"{name} loads codes"
         if name == "_hopper_codes_kernel":
-            code = assembly(kernel)
             assert "QGMMA" in code and "USETMAXREG" in code and "LDL" not in code, name
             # the producer copies the first codes of weights before the input is ready
             assert "cp.async.bulk.tensor" in ptx.partition("griddepcontrol.launch_dependents")[0]
         if name == "_hopper_experts_kernel":
-            code = assembly(kernel)
             assert "HGMMA" in code and "USETMAXREG" in code and "LDL" not in code, name
             assert "cp.async.bulk.tensor" in ptx, name
         if name == "_hopper_row_kernel":
-            code = assembly(kernel)
             assert "HMMA" in code and "USETMAXREG" in code and "LDL" not in code, name
             assert "UTMALDG.4D" in code and "LDS.128" in code, name
             assert "red.release.gpu" in ptx and "trap" in ptx, name
@@ -154,8 +148,7 @@ def few(more: bool) -> None:
     check_instructions()
     subtractions = kernels[-1].asm["ptx"].count("sub.bf16x2")  # of 32 words of 4 codes a thread
     assert subtractions >= 2 * 2 * 32, "rounded numbers keep the constant of their codes"
-    for kernel in kernels[-3:-1]:
-        code = assembly(kernel)
+    for code in assemblies([kernel.asm["cubin"] for kernel in kernels[-3:-1]]):
         products, waits = (code.count(of) for of in ("HGMMA", "WARPGROUP.DEPBAR"))
         assert waits <= products // 4, "it waits for each instruction of the tensor cores"
     choice = Row(16, 5, 4, 2)
