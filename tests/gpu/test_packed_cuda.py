@@ -14,7 +14,6 @@ from torch import Tensor
 from slipstream.kernels import launch
 from slipstream.kernels.cpu.formats import STORED_TYPES
 from slipstream.kernels.linear.linear_choice import Gemv, Skinny
-from slipstream.kernels.packed import choice as packed_choice
 from slipstream.kernels.packed.kinds import (
     Codes,
     Direct,
@@ -120,14 +119,11 @@ def test_every_format_is_exact(name: str, size: int, rows: int, dtype: torch.dty
 
 @pytest.mark.parametrize("columns", [1280, 1312, 2048])
 @pytest.mark.parametrize("name", GGUF_TYPES)
-def test_types_of_gguf_are_multiplied_as_they_are(
-    name: str, columns: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_types_of_gguf_are_multiplied_as_they_are(name: str, columns: int) -> None:
     """The chosen kernels for one row and more, with norm and residual: the memory that they read is
     that of the file, and the numbers are those of the gguf package."""
     if columns % STORED_TYPES[name].block_size:
         pytest.skip("no whole blocks")
-    monkeypatch.setattr(packed_choice, "FEW_ROWS", 16)
     stored = random_rows(name, 384, columns)
     exact = torch.from_numpy(dequantize(stored.data, GGMLQuantizationType[name]).copy())
     exact = exact.view(384, columns).double().cuda()
@@ -141,9 +137,14 @@ def test_types_of_gguf_are_multiplied_as_they_are(
         product = x.double() @ exact.T
         scale = product.abs().amax()  # random scales have any size
         choice = choose_packed(weight, "qkv", rows)
-        assert isinstance(choice, Direct if rows <= 16 else Skinny)
-        parts = packed_linear_parts(x, weight, None, choice)
-        close(parts.sum(0) if parts.dim() == 3 else parts, product)
+        assert rows == 1 or rows > 16 or fits_few_rows(weight)
+        assert isinstance(
+            choice, Direct if rows == 1 else Direct | Skinny if rows <= 16 else Skinny
+        )
+        few = [Direct(1, 4, 1, norm=0), Direct(2, 4, 1, 2, norm=0)] if 1 < rows <= 16 else []
+        for each in (choice, *few):
+            parts = packed_linear_parts(x, weight, None, each)
+            close(parts.sum(0) if parts.dim() == 3 else parts, product)
         gate, up = (product / scale).chunk(2, -1)
         choice = choose_packed(weight, "gate_up", rows)
         got = packed_gated_linear((x.double() / scale).bfloat16(), weight, None, "silu", choice)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from slipstream.kernels.linear.linear_choice import Skinny
+from slipstream.kernels.packed.choice import choose_packed
 from slipstream.kernels.packed.kinds import (
     GATE_UP,
     PARTS,
@@ -74,6 +75,15 @@ def test_products_are_those_of_the_exact_numbers(
     close(multiply(x, weight, choice), x.double() @ exact.T)
 
 
+# For 8 rows of qkv, 16 of gates and 9 of o: words straight to registers, or the rows of a tile.
+FEW: dict[str, list[object]] = {
+    "int4 32 super": ["direct", 128, 128],
+    "int5 32 super": ["direct", "direct", "direct"],
+    "int6 16 super": ["direct", "direct", 128],
+    "int4 32": [128, 64, 128],
+    "int5 32": [64, 64, 64],
+    "int8 32 offsets": [64, 64, 64],
+}
 SMALL = [name for name in FORMATS if fits_small_groups(tile(random_weight(name, 1, 1280)))]
 SMALL_CASES = [
     (name, mode, *size)
@@ -216,3 +226,29 @@ def test_parts_of_a_split_share_all_units_and_none_is_empty() -> None:
         count, units = parts_of(*case)
         assert count <= split_k and units % step == 0
         assert (count - 1) * units < num_units <= count * units
+
+
+def test_few_rows_have_the_kernel_that_was_measured_for_their_type(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Up to 8 rows of types with super scales load words straight; from then on it depends."""
+    monkeypatch.setenv("SLIPSTREAM_TRITON", "1")
+    weights = {name: tile(random_weight(name, 64, 4096)) for name in FEW}
+    for name, expected in FEW.items():
+        found = [
+            choose_packed(weights[name], *case) for case in (("qkv", 8), ("gate_up", 16), ("o", 9))
+        ]
+        kernels = [
+            "direct" if isinstance(choice, Direct) else choice.block_n
+            for choice in found
+            if isinstance(choice, Direct | Skinny)
+        ]
+        assert kernels == expected, name
+    assert choose_packed(weights["int6 16 super"], "gate_up", 9) == Direct(2, 4, 1, norm=0)
+    assert choose_packed(weights["int4 32"], "o", 2) == Skinny(128, 128, 3, 4, 8, 16)
+    assert choose_packed(tile(random_weight("int4 32", 64, 2048)), "o", 2) != Skinny(
+        128, 128, 3, 4, 8, 16
+    )
+    for weight in weights.values():
+        assert isinstance(choose_packed(weight, "qkv", 17), Skinny)
+        assert isinstance(choose_packed(weight, "head", 9), Skinny)
