@@ -12,15 +12,16 @@ from .step_costs import StepCosts
 # still right. It may cost this share of the time, and each probe in vain makes the next one rarer.
 # Few rows, but often: when drafts begin to pay, every step until that is noticed is lost.
 _PROBE_ROWS, _PROBE_SHARE = 6, 0.0075
-_MIN_GAP, _MAX_GAP = 16, 48  # steps between probes
+_MIN_GAP, _MAX_GAP = 4, 24  # steps between probes
+_RECENT = 16  # steps within which drafting that begins is the doing of a probe
 _LEAST_LOSS = 0.02  # least cost of a probing step, in steps without drafts
 # Drafting that a probe started was in vain if it ends within this many steps: what was believed of
 # later positions, which a probe does not judge, was wrong. It may cost the same share of the time.
 LASTING = 48
 # A K whose cost no real step has decided is tried for this many steps if it may pay, every
-# `_MIN_GAP` steps, or less often where such steps teach nothing, for example because they hold
+# `_TRIAL_GAP` steps, or less often where such steps teach nothing, for example because they hold
 # prompts. One step fewer both makes and verifies K drafts.
-_TRIAL_STEPS, _MAX_TRIAL_GAP = 4, 256
+_TRIAL_STEPS, _TRIAL_GAP, _MAX_TRIAL_GAP = 4, 16, 256
 _LEAST_GAIN = 1.03  # a K may pay if it promises this much more than the best K with a decided cost
 _DOUBT = 0.4  # share of a trusted measurement by which it may be too long
 # Such trials may cost this share of the time; more once a measurement was wrong.
@@ -33,7 +34,7 @@ class Probe:
     def __init__(self) -> None:
         self.begins = False  # whether the last step that `is_due` accepted is the first of a probe
         self._gap, self._waited, self._left = 0, 0, 0
-        self._since = _MIN_GAP  # steps without drafts since the last probe
+        self._since = _RECENT  # steps without drafts since the last probe
         self._vain = 0.0  # steps to wait to make up for the last drafting
 
     def is_due(self, num_reqs: int, lost: float) -> bool:
@@ -60,11 +61,11 @@ class Probe:
     def is_recent(self) -> bool:
         """Whether a probe has ended so recently that drafting which begins now is its doing, and
         not that of a cost which turned out wrong."""
-        return self._since < _MIN_GAP
+        return self._since < _RECENT
 
     def ended(self, num_steps: int, lost: float) -> None:
         """Drafting has ended after `num_steps`; each lost the share `lost` of its time."""
-        self._waited, self._since = 0, _MIN_GAP
+        self._waited, self._since = 0, _RECENT
         if num_steps >= LASTING:
             self._gap = 0
         else:
@@ -78,7 +79,7 @@ class Trials:
     """
 
     def __init__(self) -> None:
-        self._gap, self._waited, self._left, self._tried = _MIN_GAP, 0, 0, 0
+        self._gap, self._waited, self._left, self._tried = _TRIAL_GAP, 0, 0, 0
         self._num_learned = -1  # `StepCosts.num_learned` at the last trial
 
     def next(
@@ -112,7 +113,7 @@ class Trials:
             if self._waited * share < lost:
                 return None
         in_vain = costs.num_learned == self._num_learned
-        self._gap = min(2 * self._gap, _MAX_TRIAL_GAP) if in_vain else _MIN_GAP
+        self._gap = min(2 * self._gap, _MAX_TRIAL_GAP) if in_vain else _TRIAL_GAP
         self._num_learned = costs.num_learned
         self._waited, self._left, self._tried = 0, _TRIAL_STEPS - 1, tried
         return tried
