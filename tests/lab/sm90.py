@@ -7,8 +7,13 @@ Tensors have no memory. A script sets `JITFunction.run` to `compile_instead` aft
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
+import warnings
+from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -16,6 +21,7 @@ import torch
 from triton._C.libtriton import ir, nvidia, passes
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend, get_ptx_version_from_options
+from triton.compiler import code_generator
 from triton.language.semantic import TritonSemantic
 from triton.runtime.jit import JITFunction
 
@@ -36,6 +42,16 @@ EVERY_FORM = ("_attention_kernel", "_sparse_attention_kernel")  # their shared m
 # is compiled for debugging. Without it, the kernels are the same and compile in four fifths of the
 # time.
 TritonSemantic.binary_op_sanitize_overflow_impl = lambda self, lhs, rhs, operation: None
+
+
+# For each node of a kernel's source, Triton changes Python's filters of warnings and changes them
+# back, and for each call it derives the signature of the function anew.
+_quiet = {"catch_warnings": nullcontext, "simplefilter": lambda *of: None}
+code_generator.warnings = SimpleNamespace(**{**vars(warnings), **_quiet})
+_signature = cache(inspect.signature)
+code_generator.inspect = SimpleNamespace(
+    **{**vars(inspect), "signature": lambda of: _signature(getattr(of, "__func__", of))}
+)
 
 
 class NoDriver:
