@@ -84,7 +84,7 @@ def run(
     lasts: tuple[bool, ...] = (False, True),
     **changes: int,
 ) -> None:
-    """Compare the kernel in a form with the plain version, also after the last attention (`lasts`)."""
+    """Compare the kernel in a form with the plain version, also after the last layer (`lasts`)."""
     form = replace(kernel.Form(), **changes)
     x, residual = torch.randn(rows, layer.o.shape[1]), torch.randn(rows, layer.o.shape[0])
     # Rows differ much, so that a row normed by the squares of another is wrong.
